@@ -1,0 +1,48 @@
+"""What can go wrong, as a tree. Every message says what is needed, what was found and what to do.
+
+MlxSpecError
+├── ModelError            a model, drafter or tokenizer cannot be used
+│   ├── DownloadError     it could not be fetched, or what came is not what was asked for
+│   ├── UnsupportedModel  its architecture is not one we run
+│   └── DrafterMismatch   the drafter was made for another target, or its checkpoint is incomplete
+├── RequestError          a request cannot be served as asked
+│   └── ContextFull       the sequence does not fit into the context or the page pool
+├── PositionError         a state was asked for a position that it cannot take
+└── NonFiniteError        a stage of the computation produced NaN or infinity
+"""
+
+
+class MlxSpecError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ModelError(MlxSpecError):
+    """A model, drafter or tokenizer cannot be used."""
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched, or what came is not what was asked for."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture of a model is not one that the rows forward runs."""
+
+
+class DrafterMismatch(ModelError):
+    """A drafter does not fit the target, or its checkpoint is incomplete."""
+
+
+class RequestError(MlxSpecError):
+    """A request cannot be served as asked."""
+
+
+class ContextFull(RequestError):
+    """A sequence does not fit into the context or the page pool."""
+
+
+class PositionError(MlxSpecError):
+    """A state was asked for a position that it cannot take."""
+
+
+class NonFiniteError(MlxSpecError):
+    """A stage of the computation produced NaN or infinity."""
