@@ -1,0 +1,146 @@
+"""The pool of KV pages, and sequences as lists of pages.
+
+A page holds the keys and values of all layers for a fixed run of positions. Forked sequences share pages; a page
+that is shared is copied when one of its owners writes into it. Only accepted rows are ever written.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_spec.errors import ContextFull, PositionError
+
+PAGE_SLOTS = 32
+
+
+class PagePool:
+    """Owns the pages of all sequences of one target.
+
+    ``data``: [pages, layers, 2 (keys, values), PAGE_SLOTS, KV heads, head dim]. It grows by doubling up to
+    ``max_pages``, so memory follows use.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, max_pages: int) -> None:
+        self.max_pages = max_pages
+        self.data = mx.zeros((min(8, max_pages), layers, 2, PAGE_SLOTS, kv_heads, head_dim), dtype=dtype)
+        self._owners = [0] * self.data.shape[0]
+
+    @property
+    def pages_in_use(self) -> int:
+        """Number of pages that belong to at least one sequence."""
+        return sum(1 for owners in self._owners if owners)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.data.nbytes // self.data.shape[0]
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that can still be handed out."""
+        return self.max_pages - self.pages_in_use
+
+    def allocate(self) -> int:
+        """Hand out a page with one owner. Raises ContextFull when all ``max_pages`` are in use."""
+        if not self.free_pages:
+            raise ContextFull(
+                f"All {self.max_pages} KV pages of {PAGE_SLOTS} tokens are in use; "
+                "close a sequence or load the model with a larger max_kv_size."
+            )
+        if 0 not in self._owners:
+            self._grow()
+        page = self._owners.index(0)
+        self._owners[page] = 1
+        return page
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has more than one owner."""
+        return self._owners[page] > 1
+
+    def share(self, page: int) -> None:
+        """Add an owner to a page."""
+        self._owners[page] += 1
+
+    def release(self, page: int) -> None:
+        """Take an owner from a page; without owners it is free."""
+        self._owners[page] -= 1
+
+    def own(self, page: int) -> int:
+        """Return a page with the same contents that has one owner only: the page itself or a copy."""
+        if not self.is_shared(page):
+            return page
+        copy = self.allocate()
+        self.data[mx.array([copy])] = self.data[mx.array([page])]
+        self.release(page)
+        return copy
+
+    def write(self, pages: SequenceOf[int], slots: SequenceOf[int], rows: mx.array) -> None:
+        """Put rows [R, layers, 2, KV, D] into (page, slot) places, lazily.
+
+        A scatter by index arrays, left for the next graph to run first: in that order MLX updates the pool in
+        place, while slice updates and read-then-write copy all of it.
+        """
+        self.data[mx.array(pages), :, :, mx.array(slots)] = rows
+
+    def _grow(self) -> None:
+        more = min(self.data.shape[0], self.max_pages - self.data.shape[0])
+        empty = mx.zeros((more, *self.data.shape[1:]), dtype=self.data.dtype)
+        self.data = mx.concatenate([self.data, empty])
+        self._owners += [0] * more
+
+
+@dataclass
+class Sequence:
+    """A list of pages and the number of accepted positions in them. The only owner of its length."""
+
+    pool: PagePool
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def fork(self) -> "Sequence":
+        """Return a sequence with the same contents that shares every page."""
+        for page in self.pages:
+            self.pool.share(page)
+        return Sequence(self.pool, list(self.pages), self.length)
+
+    def append(self, rows: mx.array) -> None:
+        """Write accepted rows [R, layers, 2, KV, D] behind the last position.
+
+        Raises ContextFull, with nothing changed, when the pool has too few free pages.
+        """
+        positions = range(self.length, self.length + rows.shape[0])
+        self._make_room(positions)
+        self.pool.write(
+            [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions], rows
+        )
+        self.length = positions.stop
+
+    def rewind(self, position: int) -> None:
+        """Forget every position from ``position`` on. Raises PositionError for one that is not cached."""
+        if not 0 <= position <= self.length:
+            raise PositionError(f"Cannot rewind to position {position}: the sequence holds {self.length}.")
+        keep = -(-position // PAGE_SLOTS)
+        for page in self.pages[keep:]:
+            self.pool.release(page)
+        del self.pages[keep:]
+        self.length = position
+
+    def free(self) -> None:
+        """Give all pages back."""
+        self.rewind(0)
+
+    def _make_room(self, positions: range) -> None:
+        last = -(-positions.stop // PAGE_SLOTS)
+        first = positions.start // PAGE_SLOTS
+        shared = [i for i in range(first, len(self.pages)) if self.pool.is_shared(self.pages[i])]
+        needed = last - len(self.pages) + len(shared)
+        if needed > self.pool.free_pages:
+            raise ContextFull(
+                f"{len(positions)} more tokens behind position {self.length} need {needed} KV pages, "
+                f"{self.pool.free_pages} of {self.pool.max_pages} are free; "
+                "close a sequence or load the model with a larger max_kv_size."
+            )
+        for i in shared:
+            self.pages[i] = self.pool.own(self.pages[i])
+        self.pages += [self.pool.allocate() for _ in range(last - len(self.pages))]

@@ -1,0 +1,104 @@
+"""The rows forward against mlx-lm's own models, and the row contract."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import CONFIGS, tiny_model, tiny_target
+
+from mlx_spec.errors import ContextFull, UnsupportedModel
+from mlx_spec.target import Target
+
+TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, 96, 90)]
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_equal_mlx_lm(family: str, bits: int | None) -> None:
+    """Prefill in chunks, then rows of several sizes, in float32: equal to rounding at every position."""
+    model = tiny_model(family, mx.float32, bits)
+    target = Target(model, CONFIGS[family], family)
+    cache = make_prompt_cache(model)
+    expected = mx.concatenate([model(mx.array([TOKENS[:50]]), cache=cache)[0]] + [
+        model(mx.array([[t]]), cache=cache)[0] for t in TOKENS[50:]
+    ])
+    sequence, got = target.open(), []
+    target.prefill(sequence, TOKENS[:50], step_size=23, on_rows=lambda p: got.append(target.logits(p.hidden)))
+    at = 50
+    for count in (1, 2, 7, 16, 14):
+        rows = target.forward([(sequence, mx.array(TOKENS[at : at + count]))])
+        got.append(target.logits(rows.hidden))
+        target.commit(sequence, rows)
+        at += count
+    np.testing.assert_allclose(np.array(mx.concatenate(got)), np.array(expected), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_row_does_not_depend_on_its_neighbours(family: str, bits: int | None) -> None:
+    """bfloat16, whose CPU matmul reduces each row alike: 1 row and up to 16 rows agree bit for bit."""
+    target = tiny_target(family, mx.bfloat16, bits)
+    one, taps = target.open(), [0, 2, target.num_layers]
+    target.prefill(one, TOKENS[:45])
+    single = []
+    many = one.fork()
+    for token in TOKENS[45:61]:
+        single.append(target.forward([(one, mx.array([token]))], taps))
+        target.commit(one, single[-1])
+    for count in (2, 3, 8, 16):
+        block = target.forward([(many, mx.array(TOKENS[45 : 45 + count]))], taps)
+        for row in range(count):
+            assert mx.array_equal(block.hidden[row], single[row].hidden[0]), (count, row)
+            assert mx.array_equal(block.taps[row], single[row].taps[0]), (count, row)
+            assert mx.array_equal(block.kv[row], single[row].kv[0]), (count, row)
+        assert mx.array_equal(target.logits(block.hidden)[1], target.logits(single[1].hidden)[0])
+
+
+def test_sequences_of_one_pass_do_not_see_each_other() -> None:
+    target = tiny_target()
+    a, b = target.open(), target.open()
+    target.prefill(a, TOKENS[:40])
+    target.prefill(b, TOKENS[40:47])
+    both = target.forward([(a, mx.array([1, 2, 3])), (b, mx.array([4, 5]))], taps=[1])
+    for index, (sequence, tokens) in enumerate([(a, [1, 2, 3]), (b, [4, 5])]):
+        alone = target.forward([(sequence, mx.array(tokens))], taps=[1])
+        part = both.rows(index, len(tokens))
+        assert mx.array_equal(part.hidden, alone.hidden)
+        assert mx.array_equal(part.kv, alone.kv)
+        assert mx.array_equal(part.taps, alone.taps)
+
+
+def test_taps_are_layer_outputs_and_the_final_norm() -> None:
+    model = tiny_model("qwen3", mx.float32)
+    target = Target(model, CONFIGS["qwen3"], "tiny")
+    rows = target.forward([(target.open(), mx.array(TOKENS[:9]))], taps=[2, 0, 4])
+    hidden, outputs = model.model.embed_tokens(mx.array([TOKENS[:9]])), []
+    for layer in model.layers:
+        hidden = layer(hidden, "causal")
+        outputs.append(hidden[0])
+    expected = mx.concatenate([outputs[2], outputs[0], model.model.norm(outputs[3])], axis=-1)
+    np.testing.assert_allclose(np.array(rows.taps), np.array(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_restricted_head_equals_the_columns_of_the_whole_head() -> None:
+    ids = mx.array([3, 5, 90])
+    for family, bits in (("llama", None), ("llama", 4), ("mistral", None), ("mistral", 4)):
+        target = tiny_target(family, mx.float32, bits)
+        hidden = mx.random.normal((4, target.hidden_size))
+        expected = target.logits(hidden)[:, ids]
+        np.testing.assert_allclose(np.array(target.head_for(ids)(hidden)), np.array(expected), atol=1e-5)
+
+
+def test_context_end_is_an_error_that_says_the_numbers() -> None:
+    target = tiny_target()
+    with pytest.raises(ContextFull, match="600 tokens behind 0 cached ones; tiny llama has 512"):
+        target.prefill(target.open(), [1] * 600)
+    sequence = target.open()
+    target.prefill(sequence, [1] * 510)
+    with pytest.raises(ContextFull, match="3 tokens behind 510"):
+        target.forward([(sequence, mx.array([1, 2, 3]))])
+
+
+def test_an_unknown_architecture_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mistral, qwen2, qwen3, qwen3_moe"):
+        Target(tiny_model("llama"), {"model_type": "mamba"}, "some/model")
