@@ -1,0 +1,20 @@
+"""Where this package keeps files that it can build again."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Return the cache folder, which need not exist yet.
+
+    ``$MLX_SPEC_CACHE`` wins; otherwise ``~/Library/Caches/mlx_spec`` on macOS, and elsewhere
+    ``$XDG_CACHE_HOME/mlx_spec`` or ``~/.cache/mlx_spec``. A variable set to nothing counts as unset.
+    """
+    if chosen := os.environ.get("MLX_SPEC_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx_spec"
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "mlx_spec"
+    return Path.home() / ".cache" / "mlx_spec"
