@@ -17,8 +17,10 @@ def dynamic_conv(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
     base = base.reshape(taps, groups, -1).astype(x.dtype)
     out = mx.zeros_like(grouped)
     for t in range(min(taps, x.shape[-2])):
-        shifted = grouped if t == 0 else mx.concatenate(
-            [mx.zeros_like(grouped[..., :t, :, :]), grouped[..., :-t, :, :]], axis=-3
+        shifted = (
+            grouped
+            if t == 0
+            else mx.concatenate([mx.zeros_like(grouped[..., :t, :, :]), grouped[..., :-t, :, :]], axis=-3)
         )
         out = out + base[t] * shifted + dynamic[..., t, :, None] * shifted
     return out.reshape(x.shape)

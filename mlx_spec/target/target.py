@@ -43,9 +43,7 @@ class Target:
     ``num_layers``, which reads the final norm's output.
     """
 
-    def __init__(
-        self, model: Any, config: dict[str, Any], name: str, max_kv_size: int | None = None
-    ) -> None:
+    def __init__(self, model: Any, config: dict[str, Any], name: str, max_kv_size: int | None = None) -> None:
         """Wrap a model that mlx-lm loaded, with its ``config.json``.
 
         ``max_kv_size`` is the number of token positions that all sequences together may cache.
@@ -95,9 +93,7 @@ class Target:
             )
         return lambda x: x @ rows["weight"].T
 
-    def forward(
-        self, batch: SequenceOf[tuple[Sequence, mx.array]], taps: SequenceOf[int] = ()
-    ) -> Pass:
+    def forward(self, batch: SequenceOf[tuple[Sequence, mx.array]], taps: SequenceOf[int] = ()) -> Pass:
         """Run the next rows of one or more sequences; nothing becomes part of a sequence.
 
         batch: (sequence, tokens [n]) pairs; the tokens stand at the positions behind what the sequence holds.
@@ -160,9 +156,7 @@ class Target:
             mx.eval(self.pool.data)
             on_progress(start + chunk.size, len(tokens))
 
-    def _project(
-        self, layer: Any, x: mx.array, positions: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def _project(self, layer: Any, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         attention = layer.self_attn
         x = layer.input_layernorm(x)
         queries = attention.q_proj(x).reshape(x.shape[0], attention.n_heads, -1)

@@ -19,9 +19,10 @@ def test_logits_equal_mlx_lm(family: str, bits: int | None) -> None:
     model = tiny_model(family, mx.float32, bits)
     target = Target(model, CONFIGS[family], family)
     cache = make_prompt_cache(model)
-    expected = mx.concatenate([model(mx.array([TOKENS[:50]]), cache=cache)[0]] + [
-        model(mx.array([[t]]), cache=cache)[0] for t in TOKENS[50:]
-    ])
+    expected = mx.concatenate(
+        [model(mx.array([TOKENS[:50]]), cache=cache)[0]]
+        + [model(mx.array([[t]]), cache=cache)[0] for t in TOKENS[50:]]
+    )
     sequence, got = target.open(), []
     target.prefill(sequence, TOKENS[:50], step_size=23, on_rows=lambda p: got.append(target.logits(p.hidden)))
     at = 50

@@ -1,0 +1,73 @@
+"""The protocol between the engine and a drafter: everything that either knows of the other.
+
+A drafter reads hidden states of rows that the target has committed and proposes the next tokens. It never touches
+the target's cache and never decides what is accepted.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
+"""Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Rows that became part of the target's sequence.
+
+    position: of the first row. tokens: [n] token ids of the rows. taps: [n, T * H], the drafter's taps.
+    """
+
+    position: int
+    tokens: mx.array
+    taps: mx.array
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens for the positions behind the anchor, all lazy.
+
+    tokens: [k] int32. candidates: [k, K] token ids that each was chosen from, and probabilities: [k, K], the
+    distribution it was drawn from (None where it was not drawn). finite: for each named stage of the pass, a
+    scalar bool that is false when the stage produced NaN or infinity.
+    """
+
+    tokens: mx.array
+    candidates: mx.array
+    probabilities: mx.array | None = None
+    finite: Mapping[str, mx.array] = field(default_factory=dict)
+
+
+class DrafterState(Protocol):
+    """What a drafter remembers of one sequence."""
+
+    def fork(self) -> "DrafterState":
+        """Return an independent copy."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens. ``taps``: which hidden states of the target it reads (see Target)."""
+
+    name: str
+    taps: tuple[int, ...]
+    max_draft: int
+
+    def open(self) -> Any:
+        """Return the state for an empty sequence."""
+        ...
+
+    def extend(self, state: Any, rows: Committed) -> None:
+        """Take in rows that the target committed, in order and without gaps."""
+        ...
+
+    def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation."""
+        ...
+
+    def rewind(self, state: Any, position: int) -> None:
+        """Forget rows from ``position`` on; a position ahead of the cursor changes nothing."""
+        ...

@@ -1,0 +1,73 @@
+"""Reading a drafter's checkpoint: its configuration, its tensors, and whether they fit the modules."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from mlx_spec.errors import DrafterMismatch
+
+
+def read_json_config(folder: Path, name: str) -> dict[str, Any]:
+    """Read ``config.json``. Raises DrafterMismatch when it is missing or not JSON."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DrafterMismatch(f"{name} is no drafter: it has no config.json.") from None
+    except ValueError as error:
+        raise DrafterMismatch(f"{name}: config.json is not valid JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise DrafterMismatch(f"{name}: config.json holds a {type(config).__name__}, not an object.")
+    return config
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
+    """Read every safetensors file of a folder. Raises DrafterMismatch when there is none or one is broken."""
+    tensors: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors.update(mx.load(str(path)))
+        except Exception as error:
+            raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
+    if not tensors:
+        raise DrafterMismatch(f"{name} holds no safetensors file.")
+    return tensors
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> None:
+    """Load tensors into a module, quantised where the checkpoint is, and evaluate them.
+
+    Raises DrafterMismatch that names every missing, unused or wrongly shaped tensor.
+    """
+    nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
+    expected = dict(tree_flatten(module.parameters()))
+    problems = [
+        *_listed("missing", expected.keys() - tensors.keys()),
+        *_listed("unused", tensors.keys() - expected.keys()),
+    ]
+    for path in sorted(expected.keys() & tensors.keys()):
+        if expected[path].shape != tensors[path].shape:
+            problems.append(f"{path} is {list(tensors[path].shape)}, not {list(expected[path].shape)}")
+    if problems:
+        raise DrafterMismatch(f"{name}: its tensors do not fit its config.json: {'; '.join(problems)}.")
+    module.load_weights(list(tensors.items()))
+    module.eval()
+    mx.eval(module.parameters())
+
+
+def _quantization(path: str, module: nn.Module, tensors: dict[str, mx.array]) -> dict[str, Any] | bool:
+    if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
+        return False
+    return infer_quant_config(path, module, tensors)
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    names = sorted(names)
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return [f"{what} {shown}"] if names else []

@@ -1,0 +1,157 @@
+"""The drafter's context: keys and values made from the target's hidden states of committed positions.
+
+Everything is found by absolute position. A slot holds the position ``base + slot``; when the buffer is full the
+rows that the window still sees move to its front and ``base`` moves on. There is no ring and no ring order.
+"""
+
+import mlx.core as mx
+
+from mlx_spec.drafters.dflash2.block import DraftModel
+from mlx_spec.errors import PositionError
+
+FIRST_SLOTS = 256
+
+
+class ContextKV:
+    """Context keys and values of one sequence.
+
+    ``rows``: [slots, layers, 2, KV, D]. Positions ``base .. cursor - 1`` are held; ``keep`` is how many of the
+    newest a windowed drafter needs, None for all.
+    """
+
+    def __init__(self, keep: int | None) -> None:
+        self.keep = keep
+        self.base = 0
+        self.cursor = 0
+        self.rows: mx.array | None = None
+
+    def fork(self) -> "ContextKV":
+        """Return an independent copy; MLX copies the buffer when one of the two is written."""
+        copy = ContextKV(self.keep)
+        copy.base, copy.cursor = self.base, self.cursor
+        copy.rows = None if self.rows is None else self.rows[:]
+        return copy
+
+    def start_at(self, base: int, capture: int) -> None:
+        """Let the context begin at position ``base`` of rows that were captured from ``capture`` on.
+
+        Used where older positions are outside the window, so that they need not be written. Raises PositionError
+        when ``base`` lies behind the capture or behind the cursor.
+        """
+        if base < capture:
+            raise PositionError(f"The context cannot begin at position {base}: its capture begins at {capture}.")
+        if base < self.cursor:
+            raise PositionError(f"The context cannot begin at position {base}: its cursor is at {self.cursor}.")
+        self.base = self.cursor = base
+        self.rows = None
+
+    def append(self, position: int, rows: mx.array) -> None:
+        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``.
+
+        Raises PositionError when ``position`` is not the cursor: a gap or an overlap would shift every key.
+        """
+        if position != self.cursor:
+            raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.cursor}.")
+        self._make_room(rows)
+        assert self.rows is not None
+        first = self.cursor - self.base
+        self.rows[mx.arange(first, first + rows.shape[0])] = rows
+        self.cursor += rows.shape[0]
+
+    def rewind(self, position: int) -> None:
+        """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
+
+        Raises PositionError when the window no longer holds what stands before ``position``.
+        """
+        if position < self.base:
+            raise PositionError(f"Cannot rewind to position {position}: the window keeps {self.base} and later.")
+        self.cursor = min(self.cursor, position)
+
+    def layer(self, index: int, last: int | None) -> tuple[mx.array, mx.array, int]:
+        """Return keys and values [1, S, KV, D] of the ``last`` newest positions (None: all), and the first's."""
+        first = self.base if last is None else max(self.base, self.cursor - last)
+        assert self.rows is not None
+        part = self.rows[first - self.base : self.cursor - self.base, index]
+        return part[None, :, 0], part[None, :, 1], first
+
+    def _make_room(self, rows: mx.array) -> None:
+        needed = self.cursor - self.base + rows.shape[0]
+        slots = 0 if self.rows is None else self.rows.shape[0]
+        if needed <= slots:
+            return
+        kept = (
+            []
+            if self.rows is None
+            else [self.rows[self.cursor - self.base - self._kept() : self.cursor - self.base]]
+        )
+        self.base = self.cursor - self._kept()
+        size = FIRST_SLOTS
+        while size < 2 * (self._kept() + rows.shape[0]):
+            size *= 2
+        empty = mx.zeros((size - self._kept(), *rows.shape[1:]), dtype=rows.dtype)
+        self.rows = mx.concatenate([*kept, empty])
+
+    def _kept(self) -> int:
+        held = self.cursor - self.base
+        return held if self.keep is None else min(held, self.keep)
+
+
+class ContextWriter:
+    """Turns target features into context keys and values, all layers in one projection.
+
+    The k_proj and v_proj weights of all layers are laid side by side once; the layers' own modules become views of
+    that, so nothing is held twice.
+    """
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model = model
+        self.linears = [p for layer in model.layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        self.fused = self._fuse()
+
+    def write(self, context: ContextKV, position: int, features: mx.array) -> None:
+        """Append the rows at ``position`` ff. whose target features are [n, T * H].
+
+        Rows that the window would drop at once are not computed. Raises PositionError, see ContextKV.
+        """
+        count = features.shape[0]
+        if context.keep is not None and count > context.keep and position == context.cursor:
+            skipped = count - context.keep
+            context.start_at(position + skipped, capture=position)
+            position, features = position + skipped, features[skipped:]
+        context.append(position, self._rows(features, position))
+
+    def _rows(self, features: mx.array, position: int) -> mx.array:
+        fused = self.model.context(features)
+        projected = self._project(fused).reshape(features.shape[0], len(self.model.layers), 2, -1)
+        layers = []
+        for index, layer in enumerate(self.model.layers):
+            norm = layer.self_attn.k_norm
+            keys, values = (
+                projected[:, index, side].reshape(1, features.shape[0], -1, norm.weight.size) for side in (0, 1)
+            )
+            layers.append(mx.stack([self.model.rotate(norm(keys), position)[0], values[0]], axis=1))
+        return mx.stack(layers, axis=1)
+
+    def _fuse(self) -> dict[str, mx.array]:
+        names = self.linears[0].parameters().keys()
+        fused = {name: mx.concatenate([linear[name] for linear in self.linears]) for name in names}
+        mx.eval(fused)
+        rows = self.linears[0].weight.shape[0]
+        for i, linear in enumerate(self.linears):
+            linear.update({name: value[i * rows : (i + 1) * rows] for name, value in fused.items()})
+        return fused
+
+    def _project(self, x: mx.array) -> mx.array:
+        if "scales" not in self.fused:
+            return x @ self.fused["weight"].T
+        first = self.linears[0]
+        return mx.quantized_matmul(
+            x,
+            self.fused["weight"],
+            self.fused["scales"],
+            self.fused.get("biases"),
+            transpose=True,
+            group_size=first.group_size,
+            bits=first.bits,
+            mode=first.mode,
+        )
