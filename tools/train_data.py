@@ -1,0 +1,105 @@
+"""Batches of replies for drafter training, read from what ``tools.write_replies`` wrote."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Token sequences, prompt then reply. ``tokens``: flat; sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_lengths: np.ndarray
+    greedy: np.ndarray
+
+    @staticmethod
+    def read(*paths: str | Path) -> "Replies":
+        """Read what ``tools.write_replies`` wrote, one or several .npz files."""
+        parts = []
+        for path in paths:
+            with np.load(path) as data:
+                parts.append([data[n] for n in ("tokens", "offsets", "prompt_lengths", "greedy")])
+        tokens, offsets, prompt_lengths, greedy = zip(*parts, strict=True)
+        lengths = np.concatenate([np.diff(o) for o in offsets])
+        return Replies(
+            np.concatenate(tokens),
+            np.concatenate([[0], np.cumsum(lengths)]),
+            np.concatenate(prompt_lengths),
+            np.concatenate(greedy),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each sequence, prompt included."""
+        return np.diff(self.offsets)
+
+    def reply_tokens(self) -> np.ndarray:
+        """All reply tokens, flat."""
+        parts = [self.tokens[self.offsets[i] + p : self.offsets[i + 1]] for i, p in enumerate(self.prompt_lengths)]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded sequences [N, S] and the anchor positions [N, A] that blocks start from.
+
+    An anchor lies between the last prompt token and the second last token; ``lengths``: [N].
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    anchors: np.ndarray
+
+
+def frequent_tokens(replies: Replies, count: int, always: list[int]) -> list[int]:
+    """Return ``count`` ids, ascending: ``always``, then what the replies use most (unused ids by rank)."""
+    uses = np.bincount(replies.reply_tokens(), minlength=int(replies.tokens.max()) + 1).astype(np.int64)
+    uses[always] = uses.max() + 1
+    ranked = np.argsort(-uses, kind="stable")
+    return sorted(int(i) for i in ranked[:count])
+
+
+def make_batch(replies: Replies, index: np.ndarray, size: int, anchors: int, rng: np.random.Generator) -> Batch:
+    """Pad the sequences ``index`` to ``size`` (longer ones lose their end) and draw their anchors."""
+    tokens = np.zeros((len(index), size), dtype=np.int32)
+    lengths = np.minimum(replies.lengths[index], size).astype(np.int32)
+    drawn = np.zeros((len(index), anchors), dtype=np.int32)
+    for row, i in enumerate(index):
+        start = replies.offsets[i]
+        tokens[row, : lengths[row]] = replies.tokens[start : start + lengths[row]]
+        first = min(replies.prompt_lengths[i] - 1, lengths[row] - 2)
+        choices = np.arange(first, lengths[row] - 1)
+        drawn[row] = rng.choice(choices, anchors, replace=len(choices) < anchors)
+    return Batch(tokens, lengths, drawn)
+
+
+def batches(
+    replies: Replies, per_batch: int, size: int, anchors: int, rng: np.random.Generator
+) -> Iterator[Batch]:
+    """Yield batches for ever, epoch after epoch, short sequences with short ones.
+
+    Sequences of at most ``size // 2`` tokens are padded to that and come twice as many to a batch, so that every
+    batch has the same number of tokens and there are two array shapes in all.
+    """
+    usable = np.flatnonzero((replies.lengths - replies.prompt_lengths >= 2) & (replies.prompt_lengths < size - 2))
+    short = replies.lengths[usable] <= size // 2
+    while True:
+        plan = []
+        for part, count, width in (
+            (usable[short], 2 * per_batch, size // 2),
+            (usable[~short], per_batch, size),
+        ):
+            order = rng.permutation(part)
+            plan += [(order[i : i + count], width) for i in range(0, len(order) - count + 1, count)]
+        if not plan:
+            raise ValueError(f"{len(usable)} usable replies are too few for a batch of {per_batch}.")
+        for k in rng.permutation(len(plan)):
+            index, width = plan[k]
+            yield make_batch(replies, index, width, anchors * per_batch // len(index), rng)

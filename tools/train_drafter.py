@@ -1,0 +1,255 @@
+"""Train a DFlash 2 drafter for a target, on replies that the target wrote (see ``tools.write_replies``).
+
+The modules that are trained are the modules that are shipped. Weights are kept in float32 and computed in bfloat16.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx.utils import tree_flatten, tree_map
+from tqdm import tqdm
+
+from mlx_spec.drafters.dflash2.block import DraftModel
+from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
+from tools import train_dflash2 as dflash2
+from tools.train_data import Replies, batches, frequent_tokens, make_batch
+from tools.write_replies import load_target
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_drafter",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
+    add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
+    add("--heldout", required=True, help=".npz of replies to measure acceptance on")
+    add("--out", required=True, help="folder for the checkpoint")
+    add("--layers", type=int, default=3, help="decoder layers of the drafter")
+    add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
+    add("--taps", type=int, nargs="+", help="target layers to read (default: 6, evenly spread)")
+    add("--block-size", type=int, default=8, help="rows of a block: the anchor and the drafts")
+    add("--selector-rank", type=int, default=64)
+    add("--conv-group-size", type=int, default=16)
+    add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
+    add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
+    add("--hard", type=float, default=0.5, help="weight of the token that came against the target's distribution")
+    add("--batch-size", type=int, default=64, help="sequences a step")
+    add("--anchors", type=int, default=16, help="blocks a sequence")
+    add("--max-length", type=int, default=512, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=1.5e-3)
+    add("--steps", type=int, default=4000)
+    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--seed", type=int, default=0)
+    return parser
+
+
+def drafter_config(args: argparse.Namespace, target: dict[str, Any], tokenizer: Any, draft_ids: list[int]) -> dict:
+    """Return the ``config.json`` of the drafter, in the native layout."""
+    depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
+    taps = args.taps or [round(1 + i * (depth - 3) / 5) for i in range(6)]
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "is_causal": False,
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": args.intermediate_size or target["intermediate_size"],
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
+        "layer_types": ["full_attention"] * args.layers,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "num_target_layers": depth,
+        "rms_norm_eps": target["rms_norm_eps"],
+        "rope_parameters": {"rope_theta": target["rope_theta"], "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": target["vocab_size"],
+        "dflash_config": {
+            "block_size": args.block_size,
+            "conv_group_size": args.conv_group_size,
+            "conv_kernel_size": 2,
+            "mask_token_id": mask_token(args.mask_token, tokenizer),
+            "selector_rank": args.selector_rank,
+            "selector_top_k": 16,
+            "target_layer_ids": taps,
+            "draft_token_ids": draft_ids,
+        },
+    }
+
+
+def mask_token(name: str | None, tokenizer: Any) -> int:
+    """Return the id of the mask token: the named one, or the last special token that ends no text."""
+    if name is not None:
+        return int(tokenizer.convert_tokens_to_ids(name))
+    unused = set(tokenizer.all_special_ids) - set(tokenizer.eos_token_ids) - {tokenizer.bos_token_id}
+    return max(unused)
+
+
+def freeze_target(model: Any, draft_ids: list[int]) -> dflash2.Frozen:
+    """Take the embedding and the head rows of the draft vocabulary out of a dequantised model."""
+    embedding = model.model.embed_tokens.weight
+    head = (getattr(model, "lm_head", None) or model.model.embed_tokens).weight
+    index = np.full(embedding.shape[0], -1, dtype=np.int32)
+    index[draft_ids] = np.arange(len(draft_ids))
+    ids = mx.array(draft_ids)
+    return dflash2.Frozen(embedding, head[ids], ids, mx.array(index))
+
+
+def make_step(
+    model: DraftModel, config: DFlash2Config, frozen: dflash2.Frozen, target: Any, optimizer: Any, hard: float
+) -> Callable[..., mx.array]:
+    """Return the compiled training step: arrays of a batch to its loss."""
+
+    def loss(weights: Any, *batch: mx.array) -> mx.array:
+        model.update(tree_map(lambda w: w.astype(mx.bfloat16), weights))
+        tokens, lengths, anchors, rows = batch
+        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
+        seen = dflash2.Seen(mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden))
+        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, seen, hard)
+
+    state = [model.state, optimizer.state, mx.random.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(*batch: mx.array) -> mx.array:
+        master = model.trainable_parameters()
+        value, gradients = mx.value_and_grad(loss)(master, *batch)
+        model.update(master)
+        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
+        optimizer.update(model, gradients)
+        return value
+
+    return step
+
+
+def block_rows(shape: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw the rows of each block: half are whole, half shorter, because the policy runs shorter blocks too."""
+    short = rng.integers(3, block_size, shape)
+    return np.where(rng.random(shape) < 0.5, block_size, short).astype(np.int32)
+
+
+def acceptance(
+    model: DraftModel,
+    config: DFlash2Config,
+    frozen: dflash2.Frozen,
+    target: Any,
+    heldout: Replies,
+    limit: int = 512,
+) -> list[float]:
+    """Return the share of held-out greedy blocks that reach positions 1 .. block size - 1."""
+    rng = np.random.default_rng(0)
+    chosen = np.flatnonzero(heldout.greedy & (heldout.lengths - heldout.prompt_lengths >= 2))[:limit]
+    hits = np.zeros(config.block_size - 1)
+    tries = np.zeros(config.block_size - 1)
+    for i in range(0, len(chosen), 32):
+        batch = make_batch(heldout, chosen[i : i + 32], 512, 16, rng)
+        tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors))
+        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
+        right, there = dflash2.reached(model, config, frozen, tokens, lengths, anchors, seen)
+        hits += np.array(right)
+        tries += np.array(there)
+    return [float(h / max(t, 1)) for h, t in zip(hits, tries, strict=True)]
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, save, and return what the model card needs."""
+    target, tokenizer = load_target(args.model, "bfloat16")
+    replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
+    draft_ids = frequent_tokens(replies, args.draft_vocab, list(tokenizer.eos_token_ids))
+    raw = drafter_config(args, vars(target.args), tokenizer, draft_ids)
+    config, frozen = read_config(raw, "the new drafter"), freeze_target(target, draft_ids)
+    mx.random.seed(args.seed)
+    model = DraftModel(config)
+    dflash2.initialise(model)
+    mx.eval(model.parameters(), target.parameters(), frozen.head)
+    started, steps = time.perf_counter(), args.steps
+    rate = mx.array(0.0)
+    optimizer = optimizers.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.01)
+    optimizer.init(model.trainable_parameters())
+    step = make_step(model, config, frozen, target, optimizer, args.hard)
+    rng = np.random.default_rng(args.seed)
+    source = batches(replies, args.batch_size, args.max_length, args.anchors, rng)
+    history, done, timed_from = [], 0, started
+    bar = tqdm(total=steps, desc="training", mininterval=5)
+    try:
+        while done < steps:
+            if args.time_limit and done in (20, 200):
+                # The first steps compile; the rate is known from then on.
+                pace = (time.perf_counter() - timed_from) / max(done - 10, 1)
+                steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
+                bar.total = steps
+            if done == 10:
+                timed_from = time.perf_counter()
+            optimizer.learning_rate = schedule(args.learning_rate, done, steps)
+            batch = next(source)
+            rows = block_rows(batch.anchors.shape, config.block_size, rng)
+            value = step(*(mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors, rows)))
+            mx.eval(value, model.state, optimizer.state)
+            done += 1
+            bar.update()
+            if done % 100 == 0 or done == steps:
+                history.append((done, round(time.perf_counter() - started, 1), round(value.item(), 4)))
+                bar.set_postfix(loss=f"{value.item():.3f}", refresh=False)
+    except KeyboardInterrupt:
+        print("stopped; saving what there is")
+    bar.close()
+    model.set_dtype(mx.bfloat16)
+    shares = acceptance(model, config, frozen, target, heldout)
+    save(Path(args.out), raw, model)
+    return {
+        "steps": done,
+        "seconds": round(time.perf_counter() - started, 1),
+        "replies": len(replies),
+        "tokens": int(len(replies.tokens)),
+        "seed": args.seed,
+        "parameters": sum(v.size for _, v in tree_flatten(model.parameters())),
+        "teacher_forced_accepted_length": round(1 + sum(shares), 3),
+        "share_reaching_position": [round(s, 3) for s in shares],
+        "loss": history[-1][2] if history else None,
+        "history": history[:: max(1, len(history) // 20)],
+    }
+
+
+def schedule(peak: float, step: int, steps: int) -> mx.array:
+    """Return the learning rate: linear warm-up over 3 % of the steps, then a cosine to zero."""
+    warm = max(1, int(0.03 * steps))
+    if step < warm:
+        return mx.array(peak * (step + 1) / warm)
+    return mx.array(peak * 0.5 * (1 + np.cos(np.pi * min(1.0, (step - warm) / max(1, steps - warm)))))
+
+
+def save(folder: Path, config: dict[str, Any], model: nn.Module) -> None:
+    """Write a checkpoint in the published layout: codebooks carry no ``.weight``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n.removesuffix(".weight") if "codebook" in n else n: v for n, v in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args()
+    result = train(args)
+    for position, share in enumerate(result["share_reaching_position"], 1):
+        print(f"position {position}: reached by {share:.3f} of held-out blocks")
+    print(f"accepted length, teacher-forced: {result['teacher_forced_accepted_length']}")
+    Path(args.out, "training.json").write_text(json.dumps({**vars(args), **result}, indent=1) + "\n")
+    print(json.dumps({**vars(args), **result}))
+
+
+if __name__ == "__main__":
+    main()
