@@ -84,7 +84,16 @@ def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
     Raises DrafterMismatch that names the key when one is missing, contradictory, or asks for something else than
     DFlash 1 or 2.
     """
-    flat = _flatten_speculators(config) if "speculators_model_type" in config else _flatten_native(config)
+    try:
+        flat = _flatten_speculators(config) if "speculators_model_type" in config else _flatten_native(config)
+        flat = {key: value for key, value in flat.items() if value is not None}
+        _refuse_relatives(flat, name)
+        return _build(flat, "DFlash2DraftModel" in (config.get("architectures") or []), name)
+    except KeyError as missing:
+        raise DrafterMismatch(f"{name}: config.json has no {missing.args[0]!r}.") from None
+
+
+def _refuse_relatives(flat: dict[str, Any], name: str) -> None:
     for key, plain in UNSUPPORTED.items():
         if flat.get(key) not in plain:
             raise DrafterMismatch(
@@ -97,10 +106,6 @@ def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
             f"{name} has a vocabulary of its own (draft_vocab_size {draft_vocab}, vocab_size "
             f"{flat.get('vocab_size')}); only drafters over the target's vocabulary are supported."
         )
-    try:
-        return _build(flat, "DFlash2DraftModel" in (config.get("architectures") or []), name)
-    except KeyError as missing:
-        raise DrafterMismatch(f"{name}: config.json has no {missing.args[0]!r}.") from None
 
 
 def _flatten_native(config: dict[str, Any]) -> dict[str, Any]:

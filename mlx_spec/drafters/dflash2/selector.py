@@ -63,7 +63,7 @@ def walk(
     for t in range(candidates.ids.shape[0]):
         scores = candidates.unary[t]
         if selector is not None:
-            edge = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[t]
+            edge = selector.predecessor_codebook(previous[None])[0].astype(mx.float32) * candidates.gates[t]
             scores = scores + candidates.successors[t] @ edge
         previous, probabilities = choose(position + 1 + t, candidates.ids[t], scores)
         path.append(previous)
@@ -86,7 +86,7 @@ def walk_on_host(
     for t in range(ids.shape[0]):
         scores = unary[t]
         if selector is not None:
-            row = np.array(selector.predecessor_codebook(mx.array(previous)).astype(mx.float32))
+            row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
             scores = scores + successors[t] @ (row * gates[t])
         token, probabilities = choose(position + 1 + t, mx.array(ids[t]), mx.array(scores))
         previous = int(token.item())
