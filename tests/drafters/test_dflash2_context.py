@@ -1,0 +1,253 @@
+"""The drafter's context: guards, windows, growth, forks, and the fused writer."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_drafters import dflash2_config, random_tensors, write_drafter
+from tiny_models import tiny_target
+
+from mlx_spec.drafters.base import Committed
+from mlx_spec.drafters.dflash2 import context
+from mlx_spec.drafters.dflash2.context import ContextKV
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
+from mlx_spec.errors import PositionError
+
+SHAPE = (2, 2, 2, 4)
+FULL = "full_attention"
+
+
+def numbered(start: int, count: int) -> mx.array:
+    """Rows whose every entry is their position, with layer, side and so on in the fraction."""
+    fraction = mx.arange(math.prod(SHAPE)).reshape(SHAPE) / 64
+    return mx.arange(start, start + count).reshape(-1, 1, 1, 1, 1) + fraction
+
+
+def assert_holds(kv: ContextKV, last: int | None, expected: np.ndarray) -> None:
+    """``expected``: every row ever appended, by position."""
+    for layer in range(SHAPE[0]):
+        keys, values, first = kv.layer(layer, last)
+        np.testing.assert_array_equal(np.array(keys[0]), expected[first : kv.cursor, layer, 0])
+        np.testing.assert_array_equal(np.array(values[0]), expected[first : kv.cursor, layer, 1])
+        if last is not None and kv.keep is not None:
+            assert first == max(0, kv.cursor - last)
+
+
+def filled(keep: int | None, *counts: int) -> ContextKV:
+    kv = ContextKV(keep)
+    for count in counts:
+        kv.append(kv.cursor, numbered(kv.cursor, count))
+    return kv
+
+
+def load(tmp_path: Path, **changes: Any) -> DFlash2Drafter:
+    return load_dflash2(
+        write_drafter(tmp_path, dflash2_config(**changes)), tiny_target("qwen3", mx.float32), "tiny"
+    )
+
+
+def features(count: int, seed: int = 1) -> mx.array:
+    return mx.random.normal((count, 192), key=mx.random.key(seed))
+
+
+@pytest.mark.parametrize("position", [0, 9, 11, 40])
+def test_rows_that_do_not_begin_at_the_cursor_are_refused(position: int) -> None:
+    kv = filled(None, 10)
+    with pytest.raises(PositionError, match=f"begin at position {position}, the cursor is at 10"):
+        kv.append(position, numbered(position, 2))
+    assert kv.cursor == 10
+    assert_holds(kv, None, np.array(numbered(0, 10)))
+
+
+@pytest.mark.parametrize("position", [0, 39, 41, 60])
+@pytest.mark.parametrize("count", [1, 50])
+def test_the_writer_refuses_them_too(count: int, position: int, tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+    state = drafter.open()
+    drafter.extend(state, Committed(0, mx.zeros(40, dtype=mx.int32), features(40)))
+    with pytest.raises(PositionError, match=f"position {position}, the cursor is at 40"):
+        drafter.extend(state, Committed(position, mx.zeros(count, dtype=mx.int32), features(count)))
+    assert state.cursor == 40
+
+
+def test_a_context_cannot_begin_before_what_was_captured() -> None:
+    kv = ContextKV(23)
+    with pytest.raises(PositionError, match="begin at position 7: its capture begins at 9"):
+        kv.start_at(7, capture=9)
+    assert (kv.base, kv.cursor) == (0, 0)
+
+
+def test_a_context_cannot_begin_behind_its_cursor() -> None:
+    kv = filled(23, 10)
+    with pytest.raises(PositionError, match="begin at position 9: its cursor is at 10"):
+        kv.start_at(9, capture=0)
+    assert_holds(kv, 23, np.array(numbered(0, 10)))
+
+
+def test_a_context_may_begin_ahead() -> None:
+    kv = filled(23, 10)
+    kv.start_at(50, capture=10)
+    assert (kv.base, kv.cursor) == (50, 50)
+    kv.append(50, numbered(50, 3))
+    keys, _, first = kv.layer(1, 23)
+    assert first == 50
+    np.testing.assert_array_equal(np.array(keys[0]), np.array(numbered(50, 3))[:, 1, 0])
+
+
+def test_rewinding_past_what_the_window_keeps_is_refused_with_both_numbers() -> None:
+    kv = ContextKV(23)
+    kv.start_at(100, capture=0)
+    kv.append(100, numbered(100, 5))
+    with pytest.raises(PositionError, match="rewind to position 99: the window keeps 100 and later"):
+        kv.rewind(99)
+    assert (kv.base, kv.cursor) == (100, 105)
+
+
+def test_rewinding_after_the_buffer_moved_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "FIRST_SLOTS", 8)
+    kv = filled(5, *[3] * 20)
+    assert kv.base > 0
+    with pytest.raises(PositionError, match=f"position {kv.base - 1}: the window keeps {kv.base} and later"):
+        kv.rewind(kv.base - 1)
+    with pytest.raises(PositionError, match="position 0"):
+        kv.rewind(0)
+    assert_holds(kv, 5, np.array(numbered(0, 60)))
+
+
+@pytest.mark.parametrize("position", [10, 11, 1000])
+def test_rewinding_to_or_ahead_of_the_cursor_changes_nothing(position: int) -> None:
+    kv = filled(None, 10)
+    kv.rewind(position)
+    assert kv.cursor == 10
+    assert_holds(kv, None, np.array(numbered(0, 10)))
+
+
+@pytest.mark.parametrize("keep", [None, 23])
+def test_rewinding_forgets_what_stood_behind(keep: int | None) -> None:
+    kv = filled(keep, 30)
+    kv.rewind(25)
+    assert kv.cursor == 25
+    kv.append(25, -numbered(25, 8))
+    expected = np.concatenate([np.array(numbered(0, 25)), -np.array(numbered(25, 8))])
+    assert_holds(kv, keep, expected)
+
+
+def test_a_fork_and_its_origin_do_not_see_each_other() -> None:
+    kv = filled(23, 10)
+    fork, empty = kv.fork(), ContextKV(23).fork()
+    kv.append(10, numbered(10, 4))
+    fork.append(10, -numbered(10, 6))
+    prefix = np.array(numbered(0, 10))
+    assert_holds(kv, 23, np.concatenate([prefix, np.array(numbered(10, 4))]))
+    assert_holds(fork, 23, np.concatenate([prefix, -np.array(numbered(10, 6))]))
+    fork.rewind(3)
+    fork.append(3, -numbered(3, 2))
+    assert_holds(kv, 23, np.concatenate([prefix, np.array(numbered(10, 4))]))
+    assert (kv.cursor, fork.cursor, empty.cursor) == (14, 5, 0)
+
+
+def test_forks_of_a_drafter_draft_on_their_own(tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+
+    def hidden_after(*chunks: mx.array, fork_first: bool) -> mx.array:
+        state, position = drafter.open(), 0
+        for index, chunk in enumerate(chunks):
+            if fork_first and index == len(chunks) - 1:
+                other, state = state, state.fork()
+                drafter.extend(other, Committed(position, mx.zeros(9, dtype=mx.int32), features(9, seed=99)))
+            drafter.extend(state, Committed(position, mx.zeros(chunk.shape[0], dtype=mx.int32), chunk))
+            position += chunk.shape[0]
+        return drafter.block(state, 7, 8)
+
+    chunks = [features(40, 1), features(5, 2)]
+    assert mx.array_equal(hidden_after(*chunks, fork_first=True), hidden_after(*chunks, fork_first=False))
+
+
+@pytest.mark.parametrize("first_slots", [4, 32, 256])
+@pytest.mark.parametrize("sizes", ["one row", "up to a block", "larger than the window"])
+@pytest.mark.parametrize("keep", [1, 7, 23])
+def test_a_window_over_many_rounds_equals_a_plain_list(
+    keep: int, sizes: str, first_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "FIRST_SLOTS", first_slots)
+    rng, kv = np.random.default_rng(keep), ContextKV(keep)
+    low, high, rounds = {"one row": (1, 2, 300), "up to a block": (1, 9, 120)}.get(sizes, (1, 3 * keep + 2, 60))
+    every, moved = np.array(numbered(0, rounds * high)), 0
+    for _ in range(rounds):
+        before, count = kv.base, int(rng.integers(low, high))
+        kv.append(kv.cursor, numbered(kv.cursor, count))
+        moved += kv.base > before
+        for last in (keep, max(1, keep // 2), None):
+            assert_holds(kv, last, every)
+        assert kv.rows is not None
+        assert kv.rows.shape[0] <= max(first_slots, 4 * (keep + max(high, keep)))
+    assert moved > 0 or first_slots == 256
+    assert kv.cursor > 256 or keep == 1 or first_slots < 256
+
+
+def test_full_attention_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "FIRST_SLOTS", 16)
+    rng, kv, slots = np.random.default_rng(0), ContextKV(None), set()
+    every = np.array(numbered(0, 700))
+    while kv.cursor < 600:
+        kv.append(kv.cursor, numbered(kv.cursor, int(rng.integers(1, 60))))
+        assert kv.base == 0
+        assert_holds(kv, None, every)
+        assert_holds(kv, 10, every)
+        assert kv.rows is not None
+        slots.add(kv.rows.shape[0])
+    assert 2 < len(slots) < 8
+
+
+@pytest.mark.parametrize("bias", [0, 13])
+def test_the_fused_projection_equals_each_layers_own(bias: int, tmp_path: Path) -> None:
+    drafter, tensors = load(tmp_path, layer_types=[FULL] * 2), random_tensors(dflash2_config())
+    state, rows = drafter.open(), features(20)
+    state.start_at(bias, capture=0)
+    drafter.writer.write(state, bias, rows)
+    fused = drafter.model.context(rows)
+    for index, layer in enumerate(drafter.model.layers):
+        k_proj, v_proj = (tensors[f"layers.{index}.self_attn.{side}_proj.weight"] for side in "kv")
+        keys, values, first = state.layer(index, None)
+        expected = layer.self_attn.k_norm((fused @ k_proj.T).reshape(20, 2, 16))
+        expected = drafter.model.rotate(expected[None], bias)
+        assert first == bias
+        np.testing.assert_allclose(np.array(keys), np.array(expected), atol=1e-5)
+        np.testing.assert_allclose(np.array(values[0]), np.array((fused @ v_proj.T).reshape(20, 2, 16)), atol=1e-5)
+        # The modules became views of the fused weight; block rows still run through them.
+        assert mx.array_equal(layer.self_attn.k_proj.weight, k_proj)
+        assert mx.array_equal(layer.self_attn.v_proj.weight, v_proj)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(layer_types=[FULL] * 2), dict(layer_types=["sliding_attention", FULL])]
+)
+@pytest.mark.parametrize("chunk", [1, 7, 23, 24, 100])
+def test_a_long_prompt_chunk_by_chunk_equals_at_once(chunk: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """float32, equal to rounding: the projections of few and of many rows need not round alike."""
+    drafter, prompt = load(tmp_path, **changes), features(310)
+    once, chunked = drafter.open(), drafter.open()
+    drafter.extend(once, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
+    for start in range(0, 310, chunk):
+        part = prompt[start : start + chunk]
+        drafter.extend(chunked, Committed(start, mx.zeros(part.shape[0], dtype=mx.int32), part))
+    assert once.cursor == chunked.cursor == 310
+    last = drafter.config.context_window or 310
+    for layer in range(2):
+        for got, expected in zip(chunked.layer(layer, last), once.layer(layer, last), strict=True):
+            np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(drafter.block(chunked, 7, 8)), np.array(drafter.block(once, 7, 8)), atol=1e-4
+    )
+
+
+def test_rows_outside_the_window_are_not_computed(tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+    state = drafter.open()
+    prompt = mx.concatenate([mx.full((287, 192), float("nan")), features(23)])
+    drafter.extend(state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
+    assert (state.base, state.cursor) == (287, 310)
+    assert mx.all(mx.isfinite(drafter.block(state, 7, 8))).item()

@@ -1,0 +1,215 @@
+"""The walk through the candidates, and what a proposal reports of stages that are not finite."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from tiny_drafters import dflash2_config, random_tensors, write_drafter
+from tiny_models import tiny_target
+
+from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.dflash2.config import read_config
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
+from mlx_spec.drafters.dflash2.selector import (
+    Candidates,
+    CandidateSelector,
+    gather_candidates,
+    walk,
+    walk_on_host,
+)
+from mlx_spec.errors import RequestError
+
+POSITION = 30
+
+
+def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
+    return ids[mx.argmax(scores)], None
+
+
+def sampled(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
+    """Sample with a key that depends on the position alone."""
+    drawn = mx.random.categorical(scores / 2, key=mx.random.key(position))
+    return ids[drawn], mx.softmax(scores / 2)
+
+
+CHOOSERS = {"greedy": greedy, "sampled": sampled}
+
+
+def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector | None, Candidates]:
+    """Random codebooks, and candidates of 7 rows."""
+    keys = iter(mx.random.split(mx.random.key(seed), 8))
+    selector = CandidateSelector(read_config(dflash2_config(), "tiny"))
+    for name in ("predecessor_codebook", "successor_codebook"):
+        selector[name].weight = mx.random.normal((96, 8), key=next(keys))
+    selector.hidden_projection.weight = mx.random.normal((8, 64), key=next(keys)) * 0.2
+    hidden, logits = mx.random.normal((7, 64), key=next(keys)), 2 * mx.random.normal((7, 96), key=next(keys))
+    ids = mx.argsort(-logits, axis=-1)[:, :16].astype(mx.int32)
+    unary = mx.take_along_axis(logits, ids, axis=-1)
+    if not has_selector:
+        return None, gather_candidates(None, hidden, ids, unary)
+    return selector, gather_candidates(selector, hidden, ids, unary)
+
+
+def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: Any) -> DFlash2Drafter:
+    folder = write_drafter(folder, dflash2_config(**changes), tensors)
+    return load_dflash2(folder, tiny_target("qwen3", mx.float32), "tiny")
+
+
+def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Choose = greedy) -> Proposal:
+    """Draft behind a random prompt."""
+    state = drafter.open()
+    features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
+    drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
+    return drafter.propose(state, anchor, count, choose)
+
+
+@pytest.mark.parametrize("choose", CHOOSERS)
+@pytest.mark.parametrize("has_selector", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_walk_on_the_host_is_the_walk_in_the_graph(seed: int, has_selector: bool, choose: str) -> None:
+    selector, candidates = random_walk(seed, has_selector)
+    tokens, probabilities = walk(selector, candidates, 5, POSITION, CHOOSERS[choose])
+    host_tokens, host_probabilities = walk_on_host(selector, candidates, 5, POSITION, CHOOSERS[choose])
+    assert tokens.dtype == host_tokens.dtype == mx.int32
+    assert tokens.tolist() == host_tokens.tolist()
+    if choose == "greedy":
+        assert probabilities is None
+        assert host_probabilities is None
+    else:
+        assert probabilities.shape == (7, 16)
+        np.testing.assert_allclose(np.array(probabilities), np.array(host_probabilities), atol=1e-6, rtol=0)
+
+
+def scores_by_formula(selector: CandidateSelector, candidates: Candidates, t: int, previous: int) -> np.ndarray:
+    """Return unary(b) + sum over r of A[previous, r] * gate[r] * B[b, r], in float64."""
+    before = np.array(selector.predecessor_codebook.weight).astype(np.float64)
+    after = np.array(selector.successor_codebook.weight).astype(np.float64)
+    gate, unary = np.array(candidates.gates[t]).astype(np.float64), np.array(candidates.unary[t])
+    edges = [np.sum(before[previous] * gate * after[b]) for b in candidates.ids[t].tolist()]
+    return unary + np.array(edges)
+
+
+@pytest.mark.parametrize("step", [walk, walk_on_host])
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> None:
+    """A token is scored behind the one picked before it, the first behind the anchor, a candidate or not."""
+    selector, candidates = random_walk(seed)
+    first = set(candidates.ids[0].tolist())
+    outside = next(i for i in range(96) if i not in first)
+    ranks = np.random.default_rng(seed).integers(0, 16, 7)
+    seen: list[tuple[int, list[int], np.ndarray]] = []
+
+    def choose(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
+        rank = int(ranks[len(seen)])
+        seen.append((position, ids.tolist(), np.array(scores)))
+        return ids[mx.argsort(-scores)[rank]], None
+
+    for anchor in (outside, min(first)):
+        seen.clear()
+        tokens, previous = step(selector, candidates, anchor, POSITION, choose)[0].tolist(), anchor
+        for t, (position, ids, scores) in enumerate(seen):
+            assert position == POSITION + 1 + t
+            assert ids == candidates.ids[t].tolist()
+            expected = scores_by_formula(selector, candidates, t, previous)
+            np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
+            previous = ids[np.argsort(-expected)[ranks[t]]]
+            assert tokens[t] == previous
+
+
+def test_an_anchor_outside_the_candidates_changes_the_path() -> None:
+    selector, candidates = random_walk(0)
+    first = set(candidates.ids[0].tolist())
+    outside = [i for i in range(96) if i not in first]
+    picked = {walk(selector, candidates, anchor, POSITION, greedy)[0][0].item() for anchor in outside}
+    assert len(picked) > 1
+    assert picked <= first
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("choose", CHOOSERS)
+def test_a_drafter_may_walk_on_the_host(choose: str, quantised: bool, tmp_path: Path) -> None:
+    drafter = load(tmp_path, selector_rank=32)
+    if quantised:
+        nn.quantize(drafter.model.candidate_selector, group_size=32, bits=4)
+    in_graph = propose(drafter, choose=CHOOSERS[choose])
+    drafter.walk = walk_on_host
+    on_host = propose(drafter, choose=CHOOSERS[choose])
+    assert in_graph.tokens.tolist() == on_host.tokens.tolist()
+    if choose == "sampled":
+        np.testing.assert_allclose(
+            np.array(in_graph.probabilities), np.array(on_host.probabilities), atol=1e-6, rtol=0
+        )
+
+
+@pytest.mark.parametrize("top_k", [4, 16])
+@pytest.mark.parametrize("architecture", ["DFlash2DraftModel", "DFlashDraftModel"])
+def test_candidates_are_the_first_of_a_sort(architecture: str, top_k: int, tmp_path: Path) -> None:
+    drafter = load(tmp_path, architectures=[architecture], selector_top_k=top_k)
+    target, state = tiny_target("qwen3", mx.float32), drafter.open()
+    features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
+    drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
+    logits = np.array(target.logits(drafter.block(state, 7, 8)[1:]))
+    expected = np.argsort(-logits, axis=-1, kind="stable")[:, : drafter.config.selector_top_k]
+    proposal = drafter.propose(state, 7, 7, greedy)
+    np.testing.assert_array_equal(np.array(proposal.candidates), expected)
+    assert all(t in row for t, row in zip(proposal.tokens.tolist(), expected.tolist(), strict=True))
+    if architecture == "DFlashDraftModel":
+        assert proposal.tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_restricted_ids_are_the_only_candidates(tmp_path: Path) -> None:
+    ids = list(range(3, 93, 4))
+    drafter, whole = load(tmp_path / "some", draft_token_ids=ids), load(tmp_path / "all", selector_top_k=96)
+    ranked, proposal = propose(whole).candidates.tolist(), propose(drafter)
+    assert proposal.candidates.tolist() == [[i for i in row if i in ids][:16] for row in ranked]
+    assert set(proposal.tokens.tolist()) <= set(ids)
+
+
+@pytest.mark.parametrize("count", [0, 8])
+def test_a_count_that_the_block_does_not_hold_is_refused(count: int, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"drafts 1 to 7 tokens a round, not {count}"):
+        propose(load(tmp_path), count=count)
+
+
+def stages(drafter: DFlash2Drafter) -> dict[str, bool]:
+    return {name: bool(ok.item()) for name, ok in propose(drafter).finite.items()}
+
+
+def corrupted(name: str, value: float) -> dict[str, mx.array]:
+    tensors = random_tensors(dflash2_config())
+    flat = np.array(tensors[name]).reshape(-1)
+    flat[5] = value
+    return tensors | {name: mx.array(flat.reshape(tensors[name].shape))}
+
+
+def test_a_healthy_drafter_reports_every_stage_as_finite(tmp_path: Path) -> None:
+    assert stages(load(tmp_path)) == {"block forward": True, "draft logits": True, "candidate selector": True}
+    version_1 = load(tmp_path / "1", architectures=["DFlashDraftModel"])
+    assert stages(version_1) == {"block forward": True, "draft logits": True}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["fc.weight", "layers.0.self_attn.v_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"]
+)
+def test_the_block_forward_is_the_first_stage_that_is_not_finite(name: str, value: float, tmp_path: Path) -> None:
+    report = stages(load(tmp_path, corrupted(name, value)))
+    assert next(stage for stage, ok in report.items() if not ok) == "block forward"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_draft_logits_that_are_not_finite_are_reported(value: float, tmp_path: Path) -> None:
+    target = tiny_target("qwen3", mx.float32)
+    target.model.lm_head.weight[50, 3] = value
+    drafter = load_dflash2(write_drafter(tmp_path, dflash2_config()), target, "tiny")
+    report = stages(drafter)
+    assert (report["block forward"], report["draft logits"]) == (True, False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_selector_that_is_not_finite_is_reported_alone(value: float, tmp_path: Path) -> None:
+    report = stages(load(tmp_path, corrupted("candidate_selector.hidden_projection.weight", value)))
+    assert report == {"block forward": True, "draft logits": True, "candidate selector": False}
