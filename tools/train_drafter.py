@@ -44,11 +44,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--conv-group-size", type=int, default=16)
     add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
     add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
-    add("--hard", type=float, default=0.5, help="weight of the token that came against the target's distribution")
+    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
     add("--batch-size", type=int, default=64, help="sequences a step")
-    add("--anchors", type=int, default=16, help="blocks a sequence")
+    add("--anchors", type=int, default=48, help="blocks a sequence")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
     add("--learning-rate", type=float, default=1.5e-3)
+    add("--muon", type=float, help="learning rate of Muon for matrices")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
     add("--seed", type=int, default=0)
@@ -136,6 +137,15 @@ def make_step(
     return step
 
 
+def make_optimizer(muon: float | None) -> Any:
+    """Return Muon for the matrices of the layers and AdamW for everything else, or AdamW alone."""
+    adamw = optimizers.AdamW(mx.array(0.0), betas=[0.9, 0.95], weight_decay=0.01)
+    if muon is None:
+        return optimizers.MultiOptimizer([adamw])
+    matrices = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
+    return optimizers.MultiOptimizer([matrices, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"])
+
+
 def block_rows(shape: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
     """Draw the rows of each block: half are whole, half shorter, because the policy runs shorter blocks too."""
     short = rng.integers(3, block_size, shape)
@@ -177,8 +187,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     dflash2.initialise(model)
     mx.eval(model.parameters(), target.parameters(), frozen.head)
     started, steps = time.perf_counter(), args.steps
-    rate = mx.array(0.0)
-    optimizer = optimizers.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.01)
+    optimizer = make_optimizer(args.muon)
     optimizer.init(model.trainable_parameters())
     step = make_step(model, config, frozen, target, optimizer, args.hard)
     rng = np.random.default_rng(args.seed)
@@ -194,7 +203,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 bar.total = steps
             if done == 10:
                 timed_from = time.perf_counter()
-            optimizer.learning_rate = schedule(args.learning_rate, done, steps)
+            for part, peak in zip(optimizer.optimizers, (args.muon or args.learning_rate, args.learning_rate), strict=False):
+                part.learning_rate = schedule(peak, done, steps)
             batch = next(source)
             rows = block_rows(batch.anchors.shape, config.block_size, rng)
             value = step(*(mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors, rows)))

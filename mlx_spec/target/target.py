@@ -132,12 +132,12 @@ class Target:
         tokens: SequenceOf[int],
         taps: SequenceOf[int] = (),
         step_size: int = 512,
-        on_rows: Callable[[Pass], None] = lambda _: None,
+        on_rows: Callable[[Pass, mx.array], None] = lambda rows, tokens: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Append ``tokens`` to a sequence in chunks of ``step_size``.
 
-        ``on_rows`` gets the committed rows of each chunk, ``on_progress`` the tokens done and in all. The chunks
+        ``on_rows`` gets the committed rows and tokens of each chunk, ``on_progress`` the tokens done and in all. The chunks
         depend on ``tokens`` alone, so every lane prefills alike. Raises ContextFull before any work.
         """
         if step_size < 1:
@@ -152,7 +152,7 @@ class Target:
             chunk = mx.array(tokens[start : start + step_size])
             rows = self.forward([(sequence, chunk)], taps)
             self.commit(sequence, rows)
-            on_rows(rows)
+            on_rows(rows, chunk)
             mx.eval(self.pool.data)
             on_progress(start + chunk.size, len(tokens))
 

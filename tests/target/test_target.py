@@ -24,7 +24,7 @@ def test_logits_equal_mlx_lm(family: str, bits: int | None) -> None:
         + [model(mx.array([[t]]), cache=cache)[0] for t in TOKENS[50:]]
     )
     sequence, got = target.open(), []
-    target.prefill(sequence, TOKENS[:50], step_size=23, on_rows=lambda p: got.append(target.logits(p.hidden)))
+    target.prefill(sequence, TOKENS[:50], step_size=23, on_rows=lambda p, _: got.append(target.logits(p.hidden)))
     at = 50
     for count in (1, 2, 7, 16, 14):
         rows = target.forward([(sequence, mx.array(TOKENS[at : at + count]))])

@@ -6,6 +6,7 @@ Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.utils import dequantize_model
 
 from metal_kernels import topk_rows
 from mlx_spec.drafters.base import Choose, Committed, Proposal
@@ -106,9 +107,10 @@ class DFlash2Drafter:
         return unary if cap is None else mx.tanh(unary / cap) * cap
 
 
-def load_dflash2(folder: Path, target: Target, name: str) -> DFlash2Drafter:
+def load_dflash2(folder: Path, target: Target, name: str, unpack: bool = False) -> DFlash2Drafter:
     """Load a DFlash or DFlash 2 checkpoint and bind it to its target.
 
+    ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU.
     Raises DrafterMismatch when the checkpoint is incomplete or was made for another target.
     """
     raw = read_json_config(folder, name)
@@ -116,6 +118,8 @@ def load_dflash2(folder: Path, target: Target, name: str) -> DFlash2Drafter:
     check_target(config, target, name)
     model = DraftModel(config)
     load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
+    if unpack:
+        model = dequantize_model(model)
     return DFlash2Drafter(config, model, target)
 
 

@@ -1,0 +1,105 @@
+"""What draft and verify passes cost on this machine, measured once per machine, model and version."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_spec.cache_folder import cache_folder
+from mlx_spec.drafters.base import Committed, Drafter
+from mlx_spec.policy import Costs
+from mlx_spec.target import Target
+
+CONTEXT = 64
+
+
+def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
+    """Return the costs from the cache, or measure them (a second or two) and cache them."""
+    path = cache_folder() / "costs.json"
+    key, known = cost_key(target, drafter, drafter_name), read_costs(path)
+    if key not in known:
+        costs = measure(target, drafter)
+        known[key] = {"verify": costs.verify, "draft": costs.draft}
+        write_costs(path, known)
+        return costs
+    entry = known[key]
+    return Costs(*({int(n): ms for n, ms in entry[part].items()} for part in ("verify", "draft")))
+
+
+def measure(target: Target, drafter: Drafter) -> Costs:
+    """Time passes of several sizes behind a short context; each twice, so that compilation is left out."""
+    most = drafter.max_draft
+    sequence, state = target.open(), drafter.open()
+    tokens = mx.zeros((CONTEXT,), dtype=mx.int32)
+    rows = target.forward([(sequence, tokens)], drafter.taps)
+    target.commit(sequence, rows)
+    drafter.extend(state, Committed(0, tokens, rows.taps))
+    mx.eval(target.pool.data)
+
+    def verify(count: int) -> list[mx.array]:
+        passed = target.forward([(sequence, tokens[:count])], drafter.taps)
+        return [mx.argmax(target.logits(passed.hidden), axis=-1), passed.kv, passed.taps]
+
+    def draft(count: int) -> list[mx.array]:
+        return [drafter.propose(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)).tokens]
+
+    try:
+        return Costs(
+            {n: time_ms(lambda n=n: verify(n)) for n in sorted({1, 2, (most + 3) // 2, most + 1})},
+            {n: time_ms(lambda n=n: draft(n)) for n in sorted({1, most})},
+        )
+    finally:
+        sequence.free()
+
+
+def time_ms(run: Callable[[], list[mx.array]]) -> float:
+    """Return the milliseconds of the faster of two runs, building the graph included."""
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        mx.eval(run())
+        times.append((time.perf_counter() - started) * 1e3)
+    return round(min(times), 3)
+
+
+def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
+    """Identify machine, model, drafter and versions."""
+    weights = tree_flatten(target.model.parameters())
+    parts = [
+        platform.node(),
+        platform.machine(),
+        str(mx.default_device()),
+        *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
+        target.name,
+        f"{sum(w.nbytes for _, w in weights)} bytes {target.dtype}",
+        drafter_name,
+        str(drafter.max_draft),
+    ]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def read_costs(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Read the cache; a missing or damaged file is an empty one."""
+    try:
+        known = json.loads(path.read_text())
+        return known if isinstance(known, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_costs(path: Path, known: object) -> None:
+    """Write the cache in one step; a full disk only means measuring again next time."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""From names to loaded models: the target, its tokenizer and its drafter."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from mlx_spec.costs import measured_costs
+from mlx_spec.demo import DRAFTER_FOLDER
+from mlx_spec.demo.model import demo_model_folder
+from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.engine import Engine
+from mlx_spec.errors import DownloadError, ModelError
+from mlx_spec.target import Target
+from mlx_spec.target.families import family_of
+
+DEMO = "demo"
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+
+def load(
+    model: str,
+    drafter: str | None = "auto",
+    *,
+    max_kv_size: int | None = None,
+    tokenizer_config: dict[str, Any] | None = None,
+    progress: bool = False,
+) -> tuple[Engine, Any]:
+    """Load a target with its drafter, and return the engine and the tokenizer.
+
+    model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of a
+    DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model, if any; None for none.
+    max_kv_size: token positions that all sequences together may cache (default: the model's context).
+    Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
+    the memory: MLX's quantised CPU product costs as much per row as the first row.
+    Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
+    """
+    folder = resolve(model, progress)
+    config = read_config(folder, model)
+    family_of(config, model)
+    try:
+        loaded, _ = load_model(folder, lazy=True)
+        tokenizer = load_tokenizer(folder, tokenizer_config or {})
+    except Exception as error:
+        raise ModelError(f"{model} cannot be loaded: {error}") from error
+    loaded = fit_to_machine(loaded)
+    target = Target(loaded, config, model, max_kv_size)
+    name = drafter_name(model, drafter)
+    if name is None:
+        return Engine(target), tokenizer
+    bound = load_drafter(name, target, progress)
+    return Engine(target, bound, measured_costs(target, bound, name)), tokenizer
+
+
+def drafter_name(model: str, drafter: str | None) -> str | None:
+    """Return the folder or repo of the drafter to use with a model, or None."""
+    if drafter == "auto":
+        return str(DRAFTER_FOLDER) if model == DEMO else None
+    return drafter
+
+
+def load_drafter(name: str, target: Target, progress: bool = False) -> Drafter:
+    """Load a drafter for a target. Raises DrafterMismatch or DownloadError."""
+    return load_dflash2(resolve(name, progress), target, name, unpack=on_cpu())
+
+
+def resolve(name: str, progress: bool = False) -> Path:
+    """Return the folder of a model: "demo", a folder, or a Hugging Face repo, which is fetched when needed.
+
+    Raises DownloadError, in one sentence, when there is no such model or it cannot be fetched.
+    """
+    if name == DEMO:
+        return demo_model_folder(progress)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise DownloadError(f"{name!r} is neither a folder nor a Hugging Face repo (owner/name).")
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DownloadError(
+            f"{name} is no folder here and could not be fetched from Hugging Face{offline}: {reason}"
+        ) from error
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Read a model's ``config.json``. Raises ModelError when there is none or it is not JSON."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{name} is no model: it has no config.json.") from None
+    except ValueError as error:
+        raise ModelError(f"{name}: config.json is not valid JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{name}: config.json holds a {type(config).__name__}, not an object.")
+    return config
+
+
+def fit_to_machine(model: nn.Module) -> nn.Module:
+    """Unpack quantised weights where that is faster, settle on one floating type, and evaluate the weights."""
+    weights = dict(tree_flatten(model.parameters()))
+    packed = any(name.endswith(".scales") for name in weights)
+    if packed and on_cpu() and unpacked_bytes(weights) < memory_bytes() // 2:
+        model = dequantize_model(model)
+        model.set_dtype(mx.bfloat16)
+    floating = {w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating)}
+    if len(floating) > 1:
+        model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def unpacked_bytes(weights: dict[str, mx.array]) -> int:
+    """Return an upper bound of the bytes of weights in bfloat16: packed ones hold 4 bits or more a weight."""
+    return sum(w.nbytes * (4 if w.dtype == mx.uint32 else 1) for w in weights.values())
+
+
+def memory_bytes() -> int:
+    """Return the physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU."""
+    return mx.default_device().type == mx.DeviceType.cpu

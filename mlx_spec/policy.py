@@ -1,0 +1,145 @@
+"""How many tokens to draft next: the depth with the least expected time per emitted token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+# A round's evidence fades by this factor, so acceptance follows the text.
+DECAY = 0.94
+# Rounds between two looks at drafting while parked; doubles while parking stays right.
+FIRST_WAIT, LONGEST_WAIT = 16, 256
+PROBE_ROUNDS = 2
+# Drafting must promise this much less time a token than plain decoding, or it stays parked.
+MARGIN = 0.98
+
+
+class DepthPolicy(Protocol):
+    """Chooses the depth of each round; 0 is plain decoding. It can change the speed, never the text."""
+
+    def depth(self) -> int:
+        """Return how many tokens to draft in the next round."""
+        ...
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a round."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Say in a few words why the depth is what it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedDepth:
+    """Always the same depth."""
+
+    count: int
+
+    def depth(self) -> int:
+        """Return the fixed depth."""
+        return self.count
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn nothing."""
+
+    @property
+    def reason(self) -> str:
+        """Name the fixed depth."""
+        return f"fixed at {self.count}"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds on this machine: ``verify[r]`` of a pass over r rows, ``draft[k]`` of drafting k tokens.
+
+    Between and beyond the measured counts the nearest two are carried on in a straight line.
+    """
+
+    verify: Mapping[int, float]
+    draft: Mapping[int, float]
+
+    def verify_ms(self, rows: int) -> float:
+        """Return the cost of a verify pass."""
+        return interpolate(self.verify, rows)
+
+    def draft_ms(self, count: int) -> float:
+        """Return the cost of a draft pass; drafting nothing is free."""
+        return interpolate(self.draft, count) if count else 0.0
+
+
+def interpolate(points: Mapping[int, float], x: int) -> float:
+    """Read a piecewise linear curve, given by at least one point, at ``x``."""
+    known = sorted(points)
+    if x in points or len(known) == 1:
+        return points.get(x, points[known[0]])
+    upper = next((i for i, at in enumerate(known) if at > x), len(known) - 1)
+    low, high = known[max(upper - 1, 0)], known[max(upper, 1)]
+    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)
+
+
+@dataclass
+class CostAware:
+    """Minimises (draft + verify time) / expected tokens from measured costs and recent acceptance.
+
+    reach[i]: decayed (tries, successes) of drafts at position i + 1 whose predecessors all stood. It begins with
+    weak confidence at the drafter's usual level and parks when plain decoding is cheaper; parked, it looks again
+    after 16 rounds, then 32, up to 256.
+    """
+
+    costs: Costs
+    max_depth: int
+    prior: float = 0.75
+    reach: list[list[float]] = field(default_factory=list)
+    _wait: int = FIRST_WAIT
+    _parked_for: int = 0
+    _probing: int = 0
+
+    def __post_init__(self) -> None:
+        self.reach = [[4.0, 4.0 * self.prior] for _ in range(self.max_depth)]
+
+    def depth(self) -> int:
+        """Return the best depth, or a probe of drafting when it has been parked for long."""
+        best = min(range(self.max_depth + 1), key=self.ms_per_token)
+        if best and self.ms_per_token(best) < MARGIN * self.ms_per_token(0):
+            self._wait, self._parked_for = FIRST_WAIT, 0
+            return best
+        if self._probing:
+            return self._best_draft()
+        if self._parked_for >= self._wait:
+            self._wait, self._parked_for = min(2 * self._wait, LONGEST_WAIT), 0
+            self._probing = PROBE_ROUNDS
+            return self._best_draft()
+        return 0
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn how far the drafts of a round stood."""
+        if not drafted:
+            self._parked_for += 1
+            return
+        self._probing = max(0, self._probing - 1)
+        for i in range(min(accepted + 1, drafted)):
+            tries, successes = self.reach[i]
+            self.reach[i] = [DECAY * tries + 1, DECAY * successes + (i < accepted)]
+
+    def ms_per_token(self, depth: int) -> float:
+        """Return the expected milliseconds per emitted token at a depth."""
+        tokens, standing = 1.0, 1.0
+        for tries, successes in self.reach[:depth]:
+            standing *= successes / tries
+            tokens += standing
+        return (self.costs.draft_ms(depth) + self.costs.verify_ms(depth + 1)) / tokens
+
+    @property
+    def reason(self) -> str:
+        """Compare the best drafting depth with plain decoding."""
+        best = self._best_draft()
+        drafting, plain = self.ms_per_token(best), self.ms_per_token(0)
+        parked = drafting >= MARGIN * plain
+        return (
+            f"{'parked' if parked else f'about {best}'}: drafting {best} is expected to cost {drafting:.1f} ms "
+            f"a token, plain decoding {plain:.1f}"
+        )
+
+    def _best_draft(self) -> int:
+        return min(range(1, self.max_depth + 1), key=self.ms_per_token)

@@ -1,0 +1,115 @@
+"""What a generation did: counts, acceptance per position, and where the time went."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Statistics:
+    """Counters of one generation. Times are seconds.
+
+    rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]: rounds that drafted a token
+    at position i + 1 behind the anchor, and those in which it stood. host_seconds: the part of the rounds in which
+    the device had nothing of ours to do. timed: (draft, verify) seconds over ``timed_rounds`` rounds that were
+    measured with a stop between the two; other rounds have no such stop.
+    """
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    rounds: int = 0
+    parked_rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    timed_rounds: int = 0
+    timed: tuple[float, float] = (0.0, 0.0)
+    depth_reason: str = ""
+
+    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count a round that drafted and accepted so many tokens and emitted ``emitted``."""
+        self.rounds += 1
+        self.parked_rounds += drafted == 0
+        self.tokens += emitted
+        while len(self.drafted) < drafted:
+            self.drafted.append(0)
+            self.accepted.append(0)
+        for i in range(drafted):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
+
+    def count_timed(self, draft_seconds: float, verify_seconds: float) -> None:
+        """Count a round whose draft and verify passes were awaited one after the other."""
+        self.timed_rounds += 1
+        self.timed = (self.timed[0] + draft_seconds, self.timed[1] + verify_seconds)
+
+    def count_seconds(self, seconds: float, waiting: float) -> None:
+        """Count the seconds of a round, and how many of them the host waited for the device."""
+        self.seconds += seconds
+        self.host_seconds += seconds - waiting
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a round, the bonus token included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the rounds drafting that far in which the token at each position stood."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Generated tokens a second, from the end of the prompt on."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the decoding time in drafting, verifying and on the host; the first two by timed rounds."""
+        host = self.host_seconds / self.seconds if self.seconds else 0.0
+        draft, verify = self.timed
+        on_device = (1 - host) / (draft + verify) if draft + verify else 0.0
+        return {"draft": draft * on_device, "verify": verify * on_device, "host": host}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tps": round(self.prompt_tps, 3),
+            "generation_tokens": self.tokens,
+            "generation_tps": round(self.generation_tps, 3),
+            "seconds": round(self.seconds, 4),
+            "rounds": self.rounds,
+            "parked_rounds": self.parked_rounds,
+            "accepted_length": round(self.accepted_length, 4),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance": [round(a, 4) for a in self.acceptance],
+            "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
+            "timed_rounds": self.timed_rounds,
+            "depth_reason": self.depth_reason,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s",
+            f"Generation: {self.tokens} tokens, {self.generation_tps:.1f} tokens/s",
+            f"Rounds: {self.rounds}, {self.accepted_length:.2f} tokens a round",
+        ]
+        if self.drafted:
+            shares = " ".join(f"{a:.2f}" for a in self.acceptance)
+            lines.append(f"Acceptance by position: {shares}")
+        if self.timed_rounds:
+            parts = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
+            lines.append(f"Time: {parts}")
+        if self.parked_rounds:
+            lines.append(f"Without drafting: {self.parked_rounds} of {self.rounds} rounds")
+        if self.depth_reason:
+            lines.append(f"Draft depth: {self.depth_reason}")
+        return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""Text from tokens, as it comes: whole characters only, and nothing behind a stop string."""
+
+from collections.abc import Sequence
+from typing import Any
+
+ZERO_WIDTH_JOINER = "\u200d"
+
+
+class TextStream:
+    """Turns the tokens of one generation into text segments.
+
+    ``add`` is an end test for the engine: it is called once per token, in order, and is true for the token that
+    completes a stop string. ``segments``: for each token so far, the text that became certain with it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self.segments: list[str] = []
+        self._detokenizer = tokenizer.detokenizer
+        self._stop = [s for s in stop if s]
+        self._held = ""
+        self._ended = False
+
+    def add(self, token: int) -> bool:
+        """Add a token; true when the text ends with it because a stop string is complete."""
+        self._detokenizer.add_token(token)
+        self._held += self._detokenizer.last_segment
+        self._ended = self._cut_at_stop()
+        self.segments.append(self._take())
+        return self._ended
+
+    def finish(self, stop_token: bool) -> None:
+        """Release what is held back; a final token that is no text (EOS) adds a segment of its own."""
+        if stop_token:
+            self.segments.append("")
+        if not self._ended:
+            self._detokenizer.finalize()
+            self._held += self._detokenizer.last_segment
+            self._cut_at_stop()
+        if self.segments:
+            self.segments[-1] += self._held
+        self._held = ""
+
+    def _cut_at_stop(self) -> bool:
+        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+        return bool(found)
+
+    def _take(self) -> str:
+        keep = 0 if self._ended else self._unsure()
+        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return ready
+
+    def _unsure(self) -> int:
+        """Length of the tail that may become a stop string, or that joins the next character to an emoji."""
+        tails = [
+            size
+            for stop in self._stop
+            for size in range(1, min(len(stop), len(self._held) + 1))
+            if self._held.endswith(stop[:size])
+        ]
+        if self._held.endswith(ZERO_WIDTH_JOINER):
+            tails.append(2)
+        return min(max(tails, default=0), len(self._held))
