@@ -1,0 +1,15 @@
+"""Lossless speculative decoding for language models on Apple Silicon, in Python on MLX.
+
+engine, tokenizer = load("demo")
+for response in stream_generate(engine, tokenizer, prompt, max_tokens=100):
+    print(response.text, end="")
+"""
+
+from mlx_spec.engine import Engine as Engine
+from mlx_spec.errors import MlxSpecError as MlxSpecError
+from mlx_spec.generation import GenerationResponse as GenerationResponse
+from mlx_spec.generation import generate as generate
+from mlx_spec.generation import stream_generate as stream_generate
+from mlx_spec.models import load as load
+from mlx_spec.sampling import Sampling as Sampling
+from mlx_spec.statistics import Statistics as Statistics
