@@ -6,8 +6,8 @@ import mlx.core as mx
 def topk_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
     """Find the k largest values of each row, largest first, the lower index first among equals.
 
-    logits: [..., R, V], k <= V. Returns values [..., R, k] in the dtype of logits, indices [..., R, k] int32, and a
-    scalar bool that is false when any entry of logits is NaN or infinite: such rows have no meaningful order.
+    logits: [..., R, V], k <= V. Returns values [..., R, k] in the dtype of logits, indices [..., R, k] int32, and
+    a scalar bool that is false when any entry is NaN or infinite: such rows have no meaningful order.
     """
     finite = mx.all(mx.isfinite(logits))
     found = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]

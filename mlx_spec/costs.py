@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs
     key, known = cost_key(target, drafter, drafter_name), read_costs(path)
     if key not in known:
         costs = measure(target, drafter)
-        known[key] = {"verify": costs.verify, "draft": costs.draft}
+        known[key] = {"verify": as_json(costs.verify), "draft": as_json(costs.draft)}
         write_costs(path, known)
         return costs
-    entry = known[key]
-    return Costs(*({int(n): ms for n, ms in entry[part].items()} for part in ("verify", "draft")))
+    verify, draft = ({int(n): ms for n, ms in known[key][part].items()} for part in ("verify", "draft"))
+    return Costs(verify, draft)
 
 
 def measure(target: Target, drafter: Drafter) -> Costs:
@@ -52,33 +52,38 @@ def measure(target: Target, drafter: Drafter) -> Costs:
 
     try:
         return Costs(
-            {n: time_ms(lambda n=n: verify(n)) for n in sorted({1, 2, (most + 3) // 2, most + 1})},
-            {n: time_ms(lambda n=n: draft(n)) for n in sorted({1, most})},
+            {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1})},
+            {n: time_ms(draft, n) for n in sorted({1, most})},
         )
     finally:
         sequence.free()
 
 
-def time_ms(run: Callable[[], list[mx.array]]) -> float:
-    """Return the milliseconds of the faster of two runs, building the graph included."""
+def as_json(curve: Mapping[int, float]) -> dict[str, float]:
+    """Return a curve with the keys that JSON has."""
+    return {str(count): ms for count, ms in curve.items()}
+
+
+def time_ms(run: Callable[[int], list[mx.array]], count: int) -> float:
+    """Return the milliseconds of the faster of two runs over ``count``, building the graph included."""
     times = []
     for _ in range(2):
         started = time.perf_counter()
-        mx.eval(run())
+        mx.eval(run(count))
         times.append((time.perf_counter() - started) * 1e3)
     return round(min(times), 3)
 
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     """Identify machine, model, drafter and versions."""
-    weights = tree_flatten(target.model.parameters())
+    weights = dict(tree_flatten(target.model.parameters()))
     parts = [
         platform.node(),
         platform.machine(),
         str(mx.default_device()),
         *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
         target.name,
-        f"{sum(w.nbytes for _, w in weights)} bytes {target.dtype}",
+        f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
         drafter_name,
         str(drafter.max_draft),
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec.accept import Accepted, AcceptRule, rule_for
 from mlx_spec.drafters.base import Committed, Drafter, Proposal
@@ -231,7 +232,7 @@ def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[i
 
     Raises NonFiniteError naming the first stage that produced NaN or infinity.
     """
-    values = outcome.tolist()
+    values = [int(v) for v in np.array(outcome)]
     k = proposal.tokens.size
     for stage, finite in zip([*proposal.finite, "target logits"], values[k + 2 :], strict=True):
         if not finite:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import wired_limit
 
 from mlx_spec.engine import Engine, Generation, Request
@@ -120,10 +121,8 @@ def generate(
 
 def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Return the token ids of a prompt; text gets a BOS token where the tokenizer adds one and it has none yet."""
-    if isinstance(prompt, mx.array):
-        return [int(t) for t in prompt.tolist()]
     if not isinstance(prompt, str):
-        return [int(t) for t in prompt]
+        return [int(t) for t in np.array(prompt).reshape(-1)]
     bos = tokenizer.bos_token
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 
@@ -133,6 +132,7 @@ def make_sampling(options: dict[str, Any]) -> Sampling:
     unknown = options.keys() - Sampling.__dataclass_fields__.keys()
     if unknown:
         raise RequestError(
-            f"Unknown option {', '.join(sorted(unknown))}; sampling takes {', '.join(Sampling.__dataclass_fields__)}."
+            f"Unknown option {', '.join(sorted(unknown))}; "
+            f"sampling takes {', '.join(Sampling.__dataclass_fields__)}."
         )
     return Sampling(**options)

@@ -35,8 +35,9 @@ def load(
 ) -> tuple[Engine, Any]:
     """Load a target with its drafter, and return the engine and the tokenizer.
 
-    model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of a
-    DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model, if any; None for none.
+    model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
+    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model,
+    if any; None for none.
     max_kv_size: token positions that all sequences together may cache (default: the model's context).
     Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
     the memory: MLX's quantised CPU product costs as much per row as the first row.

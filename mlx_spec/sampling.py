@@ -88,7 +88,7 @@ class Sampling:
         Returns [R, V]: processed logits when greedy, else float32 filtered log-probabilities over the temperature.
         """
         if self.processors:
-            known = mx.concatenate([mx.array(history, dtype=mx.int32), drafts])
+            known = mx.concatenate([mx.array(list(history), dtype=mx.int32), drafts])
             logits = mx.concatenate(
                 [self._process(known[: len(history) + j], logits[j : j + 1]) for j in range(logits.shape[0])]
             )

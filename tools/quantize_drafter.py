@@ -1,7 +1,7 @@
 """Quantise a DFlash drafter's checkpoint, or turn a quantised one back into plain tensors.
 
-The quantised file keeps the published names, with ``.weight``, ``.scales`` and ``.biases`` where a tensor is packed.
-Other programs that read only plain tensors take what ``--dequantize`` writes.
+The quantised file keeps the published names, with ``.weight``, ``.scales`` and ``.biases`` where a tensor is
+packed. Other programs that read only plain tensors take what ``--dequantize`` writes.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Replies:
-    """Token sequences, prompt then reply. ``tokens``: flat; sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    """Token sequences, prompt then reply: sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
 
     tokens: np.ndarray
     offsets: np.ndarray

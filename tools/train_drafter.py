@@ -143,7 +143,9 @@ def make_optimizer(muon: float | None) -> Any:
     if muon is None:
         return optimizers.MultiOptimizer([adamw])
     matrices = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
-    return optimizers.MultiOptimizer([matrices, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"])
+    return optimizers.MultiOptimizer(
+        [matrices, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"]
+    )
 
 
 def block_rows(shape: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
@@ -203,7 +205,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 bar.total = steps
             if done == 10:
                 timed_from = time.perf_counter()
-            for part, peak in zip(optimizer.optimizers, (args.muon or args.learning_rate, args.learning_rate), strict=False):
+            for part, peak in zip(
+                optimizer.optimizers, (args.muon or args.learning_rate, args.learning_rate), strict=False
+            ):
                 part.learning_rate = schedule(peak, done, steps)
             batch = next(source)
             rows = block_rows(batch.anchors.shape, config.block_size, rng)

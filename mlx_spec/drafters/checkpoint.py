@@ -32,7 +32,9 @@ def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
     tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            tensors.update(mx.load(str(path)))
+            loaded = mx.load(str(path))
+            assert isinstance(loaded, dict)
+            tensors.update(loaded)
         except Exception as error:
             raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
     if not tensors:
@@ -45,7 +47,10 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
 
     Raises DrafterMismatch that names every missing, unused or wrongly shaped tensor.
     """
-    nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
+    try:
+        nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
+    except (KeyError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: its quantised tensors do not fit together ({error}).") from None
     expected = dict(tree_flatten(module.parameters()))
     problems = [
         *_listed("missing", expected.keys() - tensors.keys()),
@@ -59,12 +64,19 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
     module.load_weights(list(tensors.items()))
     module.eval()
     mx.eval(module.parameters())
+    broken = [path for path, value in tensors.items() if not _is_finite(value)]
+    if broken:
+        raise DrafterMismatch(f"{name}: NaN or infinity in {', '.join(sorted(broken)[:8])}; download it again.")
 
 
 def _quantization(path: str, module: nn.Module, tensors: dict[str, mx.array]) -> dict[str, Any] | bool:
     if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
         return False
     return infer_quant_config(path, module, tensors)
+
+
+def _is_finite(tensor: mx.array) -> bool:
+    return not mx.issubdtype(tensor.dtype, mx.floating) or bool(mx.all(mx.isfinite(tensor)))
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:

@@ -81,7 +81,7 @@ class PagePool:
         A scatter by index arrays, left for the next graph to run first: in that order MLX updates the pool in
         place, while slice updates and read-then-write copy all of it.
         """
-        self.data[mx.array(pages), :, :, mx.array(slots)] = rows
+        self.data[mx.array(list(pages)), :, :, mx.array(list(slots))] = rows
 
     def _grow(self) -> None:
         more = min(self.data.shape[0], self.max_pages - self.data.shape[0])

@@ -137,8 +137,8 @@ class Target:
     ) -> None:
         """Append ``tokens`` to a sequence in chunks of ``step_size``.
 
-        ``on_rows`` gets the committed rows and tokens of each chunk, ``on_progress`` the tokens done and in all. The chunks
-        depend on ``tokens`` alone, so every lane prefills alike. Raises ContextFull before any work.
+        ``on_rows`` gets the committed rows and tokens of each chunk, ``on_progress`` the tokens done and in all.
+        The chunks depend on ``tokens`` alone, so every lane prefills alike. Raises ContextFull before any work.
         """
         if step_size < 1:
             raise RequestError(f"prefill_step_size must be at least 1, not {step_size}.")
@@ -149,7 +149,7 @@ class Target:
             )
         on_progress(0, len(tokens))
         for start in range(0, len(tokens), step_size):
-            chunk = mx.array(tokens[start : start + step_size])
+            chunk = mx.array(list(tokens[start : start + step_size]), dtype=mx.int32)
             rows = self.forward([(sequence, chunk)], taps)
             self.commit(sequence, rows)
             on_rows(rows, chunk)

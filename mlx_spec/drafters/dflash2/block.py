@@ -42,7 +42,7 @@ class GroupedDynamicCausalConv(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of a draft layer. Keys and values serve block rows here, committed rows in the context writer."""
+    """Projections of a draft layer, for block rows here and for committed rows in the context writer."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class DraftModel(nn.Module):
         )
 
     def rotate(self, x: mx.array, position: mx.array | int) -> mx.array:
-        """Encode positions ``position .. position + B - 1`` into [N, B, heads, D]; one start, or one for each N."""
+        """Encode positions ``position .. position + B - 1`` into [N, B, heads, D]; a start for all, or each N."""
         return self._rope(x.swapaxes(1, 2), offset=position).swapaxes(1, 2)
 
     def context(self, features: mx.array) -> mx.array:

@@ -91,6 +91,8 @@ def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
         return _build(flat, "DFlash2DraftModel" in (config.get("architectures") or []), name)
     except KeyError as missing:
         raise DrafterMismatch(f"{name}: config.json has no {missing.args[0]!r}.") from None
+    except (TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json holds a value of the wrong kind ({error}).") from None
 
 
 def _refuse_relatives(flat: dict[str, Any], name: str) -> None:

@@ -21,8 +21,7 @@ class ContextKV:
 
     def __init__(self, keep: int | None) -> None:
         self.keep = keep
-        self.base = 0
-        self.cursor = 0
+        self.base = self.cursor = 0
         self.rows: mx.array | None = None
 
     def fork(self) -> "ContextKV":
@@ -61,10 +60,13 @@ class ContextKV:
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
 
-        Raises PositionError when the window no longer holds what stands before ``position``.
+        Raises PositionError when the buffer no longer holds the window before ``position``.
         """
-        if position < self.base:
-            raise PositionError(f"Cannot rewind to position {position}: the window keeps {self.base} and later.")
+        first = position if self.keep is None else max(0, position - self.keep)
+        if position < self.cursor and first < self.base:
+            raise PositionError(
+                f"Cannot rewind to position {position}: that needs the context from {first} on, kept is {self.base} and later."
+            )
         self.cursor = min(self.cursor, position)
 
     def layer(self, index: int, last: int | None) -> tuple[mx.array, mx.array, int]:
@@ -100,7 +102,7 @@ class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
     The k_proj and v_proj weights of all layers are laid side by side once; the layers' own modules become views of
-    that, so nothing is held twice.
+    that, so nothing is held twice. Where layers are quantised unlike each other, they are projected one by one.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -134,6 +136,11 @@ class ContextWriter:
 
     def _fuse(self) -> dict[str, mx.array]:
         names = self.linears[0].parameters().keys()
+        if (
+            len({tuple((n, v.shape, v.dtype) for n, v in sorted(p.parameters().items())) for p in self.linears})
+            > 1
+        ):
+            return {}
         fused = {name: mx.concatenate([linear[name] for linear in self.linears]) for name in names}
         mx.eval(fused)
         rows = self.linears[0].weight.shape[0]
@@ -142,6 +149,8 @@ class ContextWriter:
         return fused
 
     def _project(self, x: mx.array) -> mx.array:
+        if not self.fused:
+            return mx.concatenate([linear(x) for linear in self.linears], axis=-1)
         if "scales" not in self.fused:
             return x @ self.fused["weight"].T
         first = self.linears[0]

@@ -60,7 +60,7 @@ class DFlash2Drafter:
         candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
         tokens, probabilities = self.walk(selector, candidates, anchor, state.cursor, choose)
         finite = {"block forward": mx.all(mx.isfinite(hidden)), "draft logits": finite_logits}
-        if candidates.gates is not None:
+        if selector is not None:
             finite["candidate selector"] = mx.all(mx.isfinite(candidates.gates))
         return Proposal(tokens, candidates.ids, probabilities, finite)
 
@@ -119,7 +119,7 @@ def load_dflash2(folder: Path, target: Target, name: str, unpack: bool = False) 
     model = DraftModel(config)
     load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
     if unpack:
-        model = dequantize_model(model)
+        dequantize_model(model)
     return DFlash2Drafter(config, model, target)
 
 
@@ -161,6 +161,11 @@ def check_target(config: DFlash2Config, target: Target, name: str) -> None:
         wrong = [i for i in ids if not 0 <= i < limit]
         if wrong:
             raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
+    if config.draft_token_ids and len(config.draft_token_ids) < config.selector_top_k:
+        raise DrafterMismatch(
+            f"{name}: draft_token_ids has {len(config.draft_token_ids)} ids, fewer than selector_top_k "
+            f"{config.selector_top_k}."
+        )
     if config.conv_kernel_size and config.hidden_size % config.conv_group_size:
         raise DrafterMismatch(
             f"{name}: hidden size {config.hidden_size} is no multiple of conv_group_size {config.conv_group_size}."

@@ -2,8 +2,8 @@
 
     score_t(a, b) = unary_t(b) + sum_r predecessor[a, r] * gate_t[r] * successor[b, r]
 
-The walk starts at the anchor and picks row by row. It runs inside the graph; ``walk_on_host`` is the same walk over
-host arrays. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
+The walk starts at the anchor and picks row by row. It runs inside the graph; ``walk_on_host`` is the same walk
+over host arrays. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ class Candidates:
     """The best K tokens of every mask row.
 
     ids: [k, K] int32, best first. unary: [k, K] float32, their transformed logits. gates: [k, R] float32 and
-    successors: [k, K, R] float32, None where the drafter has no selector (DFlash 1).
+    successors: [k, K, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
     """
 
     ids: mx.array
     unary: mx.array
-    gates: mx.array | None = None
-    successors: mx.array | None = None
+    gates: mx.array
+    successors: mx.array
 
 
 def gather_candidates(
@@ -46,7 +46,7 @@ def gather_candidates(
     """Look up what the walk needs. hidden: [k, H], ids and unary: [k, K]. Scores are kept in float32."""
     unary = unary.astype(mx.float32)
     if selector is None:
-        return Candidates(ids, unary)
+        return Candidates(ids, unary, mx.zeros((ids.shape[0], 0)), mx.zeros((*ids.shape, 0)))
     gates = selector.hidden_projection(hidden).astype(mx.float32)
     return Candidates(ids, unary, gates, selector.successor_codebook(ids).astype(mx.float32))
 
@@ -68,8 +68,7 @@ def walk(
         previous, probabilities = choose(position + 1 + t, candidates.ids[t], scores)
         path.append(previous)
         drawn_from.append(probabilities)
-    tokens = mx.stack(path).astype(mx.int32)
-    return tokens, None if drawn_from[0] is None else mx.stack(drawn_from)
+    return mx.stack(path).astype(mx.int32), stack_drawn(drawn_from)
 
 
 def walk_on_host(
@@ -80,8 +79,7 @@ def walk_on_host(
     Slower than ``walk`` wherever the host has to wait for the device, so it is not the default.
     """
     ids, unary = np.array(candidates.ids), np.array(candidates.unary)
-    if selector is not None:
-        gates, successors = np.array(candidates.gates), np.array(candidates.successors)
+    gates, successors = np.array(candidates.gates), np.array(candidates.successors)
     previous, path, drawn_from = anchor, [], []
     for t in range(ids.shape[0]):
         scores = unary[t]
@@ -89,7 +87,13 @@ def walk_on_host(
             row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
             scores = scores + successors[t] @ (row * gates[t])
         token, probabilities = choose(position + 1 + t, mx.array(ids[t]), mx.array(scores))
-        previous = int(token.item())
+        previous = int(np.array(token))
         path.append(previous)
         drawn_from.append(probabilities)
-    return mx.array(path, dtype=mx.int32), None if drawn_from[0] is None else mx.stack(drawn_from)
+    return mx.array(path, dtype=mx.int32), stack_drawn(drawn_from)
+
+
+def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
+    """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
+    drawn = [row for row in rows if row is not None]
+    return mx.stack(drawn) if drawn else None

@@ -1,0 +1,37 @@
+# make generate PROMPT="..."   the demo: a real chat model with its trained drafter
+# make test                    everything that CI runs
+
+PYTHON ?= python3
+PROMPT ?= Explain in two sentences why the sky is blue.
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: generate test check clean
+
+generate: $(VENV)/installed
+	@$(BIN)/python -m mlx_spec.generate --model demo --prompt "$$PROMPT" $(ARGS)
+
+test: $(VENV)/test-installed check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/test-installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx_spec needs Python 3.11 or later; set PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# The oracle packages pin versions that conflict with ours: they are installed without their dependencies.
+$(VENV)/test-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
+	@touch $@
+
+export PROMPT
