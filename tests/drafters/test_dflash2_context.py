@@ -101,7 +101,7 @@ def test_rewinding_past_what_the_window_keeps_is_refused_with_both_numbers() -> 
     kv = ContextKV(23)
     kv.start_at(100, capture=0)
     kv.append(100, numbered(100, 5))
-    with pytest.raises(PositionError, match="rewind to position 99: that needs the context from 76 on, kept is 100"):
+    with pytest.raises(PositionError, match="position 99: that needs the context from 76 on, kept is 100"):
         kv.rewind(99)
     assert (kv.base, kv.cursor) == (100, 105)
 
@@ -111,7 +111,9 @@ def test_rewinding_after_the_buffer_moved_on_is_refused(monkeypatch: pytest.Monk
     kv = filled(5, *[3] * 20)
     assert kv.base > 0
     edge = kv.base + 5
-    with pytest.raises(PositionError, match=f"position {edge - 1}: that needs .* {kv.base - 1} on, kept is {kv.base}"):
+    with pytest.raises(
+        PositionError, match=f"position {edge - 1}: that needs .* {kv.base - 1} on, kept is {kv.base}"
+    ):
         kv.rewind(edge - 1)
     with pytest.raises(PositionError, match="position 0"):
         kv.rewind(0)

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -20,7 +21,7 @@ from mlx_spec.drafters.dflash2.selector import (
     walk,
     walk_on_host,
 )
-from mlx_spec.errors import RequestError
+from mlx_spec.errors import DrafterMismatch, RequestError
 
 POSITION = 30
 
@@ -178,11 +179,24 @@ def stages(drafter: DFlash2Drafter) -> dict[str, bool]:
     return {name: bool(ok.item()) for name, ok in propose(drafter).finite.items()}
 
 
-def corrupted(name: str, value: float) -> dict[str, mx.array]:
-    tensors = random_tensors(dflash2_config())
+def corrupted(tensors: dict[str, mx.array], name: str, value: float) -> mx.array:
     flat = np.array(tensors[name]).reshape(-1)
     flat[5] = value
-    return tensors | {name: mx.array(flat.reshape(tensors[name].shape))}
+    return mx.array(flat.reshape(tensors[name].shape))
+
+
+def corrupt(drafter: DFlash2Drafter, name: str, value: float) -> DFlash2Drafter:
+    """Break one loaded weight, as an overflow in a lower precision would."""
+    weights = dict(tree_flatten(drafter.model.parameters()))
+    drafter.model.update(tree_unflatten([(name, corrupted(weights, name, value))]))
+    return drafter
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "candidate_selector.successor_codebook"])
+def test_a_checkpoint_that_is_not_finite_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    tensors = random_tensors(dflash2_config())
+    with pytest.raises(DrafterMismatch, match=f"NaN or infinity in {name}"):
+        load(tmp_path, tensors | {name: corrupted(tensors, name, float("nan"))})
 
 
 def test_a_healthy_drafter_reports_every_stage_as_finite(tmp_path: Path) -> None:
@@ -196,7 +210,7 @@ def test_a_healthy_drafter_reports_every_stage_as_finite(tmp_path: Path) -> None
     "name", ["fc.weight", "layers.0.self_attn.v_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"]
 )
 def test_the_block_forward_is_the_first_stage_that_is_not_finite(name: str, value: float, tmp_path: Path) -> None:
-    report = stages(load(tmp_path, corrupted(name, value)))
+    report = stages(corrupt(load(tmp_path), name, value))
     assert next(stage for stage, ok in report.items() if not ok) == "block forward"
 
 
@@ -211,5 +225,5 @@ def test_draft_logits_that_are_not_finite_are_reported(value: float, tmp_path: P
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_selector_that_is_not_finite_is_reported_alone(value: float, tmp_path: Path) -> None:
-    report = stages(load(tmp_path, corrupted("candidate_selector.hidden_projection.weight", value)))
+    report = stages(corrupt(load(tmp_path), "candidate_selector.hidden_projection.weight", value))
     assert report == {"block forward": True, "draft logits": True, "candidate selector": False}

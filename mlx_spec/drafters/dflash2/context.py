@@ -65,7 +65,8 @@ class ContextKV:
         first = position if self.keep is None else max(0, position - self.keep)
         if position < self.cursor and first < self.base:
             raise PositionError(
-                f"Cannot rewind to position {position}: that needs the context from {first} on, kept is {self.base} and later."
+                f"Cannot rewind to position {position}: that needs the context from {first} on, "
+                f"kept is {self.base} and later."
             )
         self.cursor = min(self.cursor, position)
 
