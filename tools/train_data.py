@@ -58,9 +58,9 @@ class Batch:
     anchors: np.ndarray
 
 
-def frequent_tokens(replies: Replies, count: int, always: list[int]) -> list[int]:
-    """Return ``count`` ids, ascending: ``always``, then what the replies use most (unused ids by rank)."""
-    uses = np.bincount(replies.reply_tokens(), minlength=int(replies.tokens.max()) + 1).astype(np.int64)
+def frequent_tokens(replies: Replies, count: int, vocab_size: int, always: list[int]) -> list[int]:
+    """Return ``count`` ids, ascending: ``always``, what the replies use most, then unused ids from 0 on."""
+    uses = np.bincount(replies.reply_tokens(), minlength=vocab_size)
     uses[always] = uses.max() + 1
     ranked = np.argsort(-uses, kind="stable")
     return sorted(int(i) for i in ranked[:count])

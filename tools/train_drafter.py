@@ -1,6 +1,7 @@
 """Train a DFlash 2 drafter for a target, on replies that the target wrote (see ``tools.write_replies``).
 
-The modules that are trained are the modules that are shipped. Weights are kept in float32 and computed in bfloat16.
+The modules that are trained are the modules that are shipped. Weights are kept in float32, computed in bfloat16.
+Matrices of the layers learn by Muon, everything else by AdamW at a twentieth of the rate.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,19 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten, tree_map
 from tqdm import tqdm
 
+from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
+from mlx_spec.drafters.dflash2.drafter import native_names
 from tools import train_dflash2 as dflash2
+from tools.quantize_drafter import plain_tensors, published_names
 from tools.train_data import Replies, batches, frequent_tokens, make_batch
 from tools.write_replies import load_target
+
+# Steps that compile, and are left out when the schedule is fitted to a time limit.
+FIRST_TIMED = 10
+# AdamW's rate as a share of Muon's.
+ADAMW_SHARE = 0.05
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -48,10 +58,10 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=64, help="sequences a step")
     add("--anchors", type=int, default=48, help="blocks a sequence")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=1.5e-3)
-    add("--muon", type=float, help="learning rate of Muon for matrices")
+    add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--resume", type=Path, help="start from the weights of this checkpoint of the same shape")
     add("--seed", type=int, default=0)
     return parser
 
@@ -137,15 +147,25 @@ def make_step(
     return step
 
 
-def make_optimizer(muon: float | None) -> Any:
-    """Return Muon for the matrices of the layers and AdamW for everything else, or AdamW alone."""
+def make_optimizer() -> optimizers.MultiOptimizer:
+    """Return Muon for the matrices of the layers and AdamW for everything else."""
+    muon = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
     adamw = optimizers.AdamW(mx.array(0.0), betas=[0.9, 0.95], weight_decay=0.01)
-    if muon is None:
-        return optimizers.MultiOptimizer([adamw])
-    matrices = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
     return optimizers.MultiOptimizer(
-        [matrices, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"]
+        [muon, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"]
     )
+
+
+def initial_model(config: DFlash2Config, resume: Path | None) -> DraftModel:
+    """Return a new drafter in float32, or one with the weights of a checkpoint, quantised or not."""
+    model = DraftModel(config)
+    dflash2.initialise(model)
+    if resume is not None:
+        start = DraftModel(config)
+        load_tensors(start, native_names(read_tensors(resume, str(resume))), str(resume))
+        model.load_weights([(n, v.astype(mx.float32)) for n, v in plain_tensors(start).items()])
+    mx.eval(model.parameters())
+    return model
 
 
 def block_rows(shape: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
@@ -160,6 +180,7 @@ def acceptance(
     frozen: dflash2.Frozen,
     target: Any,
     heldout: Replies,
+    max_length: int,
     limit: int = 512,
 ) -> list[float]:
     """Return the share of held-out greedy blocks that reach positions 1 .. block size - 1."""
@@ -168,7 +189,7 @@ def acceptance(
     hits = np.zeros(config.block_size - 1)
     tries = np.zeros(config.block_size - 1)
     for i in range(0, len(chosen), 32):
-        batch = make_batch(heldout, chosen[i : i + 32], 512, 16, rng)
+        batch = make_batch(heldout, chosen[i : i + 32], max_length, 16, rng)
         tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors))
         seen = dflash2.run_target(target, tokens, config.target_layer_ids)
         right, there = dflash2.reached(model, config, frozen, tokens, lengths, anchors, seen)
@@ -181,75 +202,83 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, save, and return what the model card needs."""
     target, tokenizer = load_target(args.model, "bfloat16")
     replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
-    draft_ids = frequent_tokens(replies, args.draft_vocab, list(tokenizer.eos_token_ids))
+    vocab = target.args.vocab_size
+    draft_ids = frequent_tokens(replies, args.draft_vocab, vocab, list(tokenizer.eos_token_ids))
     raw = drafter_config(args, vars(target.args), tokenizer, draft_ids)
     config, frozen = read_config(raw, "the new drafter"), freeze_target(target, draft_ids)
     mx.random.seed(args.seed)
-    model = DraftModel(config)
-    dflash2.initialise(model)
-    mx.eval(model.parameters(), target.parameters(), frozen.head)
-    started, steps = time.perf_counter(), args.steps
-    optimizer = make_optimizer(args.muon)
+    model = initial_model(config, args.resume)
+    mx.eval(target.parameters(), frozen.head)
+    started = time.perf_counter()
+    optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
     step = make_step(model, config, frozen, target, optimizer, args.hard)
-    rng = np.random.default_rng(args.seed)
-    source = batches(replies, args.batch_size, args.max_length, args.anchors, rng)
-    history, done, timed_from = [], 0, started
-    bar = tqdm(total=steps, desc="training", mininterval=5)
-    try:
-        while done < steps:
-            if args.time_limit and done in (20, 200):
-                # The first steps compile; the rate is known from then on.
-                pace = (time.perf_counter() - timed_from) / max(done - 10, 1)
-                steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
-                bar.total = steps
-            if done == 10:
-                timed_from = time.perf_counter()
-            for part, peak in zip(
-                optimizer.optimizers, (args.muon or args.learning_rate, args.learning_rate), strict=False
-            ):
-                part.learning_rate = schedule(peak, done, steps)
-            batch = next(source)
-            rows = block_rows(batch.anchors.shape, config.block_size, rng)
-            value = step(*(mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors, rows)))
-            mx.eval(value, model.state, optimizer.state)
-            done += 1
-            bar.update()
-            if done % 100 == 0 or done == steps:
-                history.append((done, round(time.perf_counter() - started, 1), round(value.item(), 4)))
-                bar.set_postfix(loss=f"{value.item():.3f}", refresh=False)
-    except KeyboardInterrupt:
-        print("stopped; saving what there is")
-    bar.close()
+    history = fit(args, step, optimizer, replies, config.block_size)
+    mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
-    shares = acceptance(model, config, frozen, target, heldout)
+    shares = acceptance(model, config, frozen, target, heldout, args.max_length)
     save(Path(args.out), raw, model)
     return {
-        "steps": done,
+        "steps": history[-1][0],
         "seconds": round(time.perf_counter() - started, 1),
         "replies": len(replies),
         "tokens": int(len(replies.tokens)),
-        "seed": args.seed,
         "parameters": sum(v.size for _, v in tree_flatten(model.parameters())),
         "teacher_forced_accepted_length": round(1 + sum(shares), 3),
         "share_reaching_position": [round(s, 3) for s in shares],
-        "loss": history[-1][2] if history else None,
-        "history": history[:: max(1, len(history) // 20)],
+        "step_seconds_loss": history[:: max(1, len(history) // 20)],
     }
 
 
+def fit(
+    args: argparse.Namespace,
+    step: Callable[..., mx.array],
+    optimizer: optimizers.MultiOptimizer,
+    replies: Replies,
+    block_size: int,
+) -> list[tuple[int, float, float]]:
+    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights."""
+    rng = np.random.default_rng(args.seed)
+    source = batches(replies, args.batch_size, args.max_length, args.anchors, rng)
+    started, steps, history = time.perf_counter(), args.steps, []
+    with tqdm(total=steps, desc="training", mininterval=5) as bar:
+        try:
+            for done in count(1):
+                if done == FIRST_TIMED:
+                    timed_from = time.perf_counter()
+                if args.time_limit and done in (2 * FIRST_TIMED, 20 * FIRST_TIMED):
+                    pace = (time.perf_counter() - timed_from) / (done - FIRST_TIMED)
+                    steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
+                    bar.total = steps
+                for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
+                    part.learning_rate = schedule(share * args.learning_rate, done, steps)
+                batch = next(source)
+                rows = block_rows(batch.anchors.shape, block_size, rng)
+                value = step(*(mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors, rows)))
+                loss = float(value.item())
+                bar.update()
+                if done % 100 == 0 or done >= steps:
+                    history.append((done, round(time.perf_counter() - started, 1), round(loss, 4)))
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                if done >= steps:
+                    return history
+        except KeyboardInterrupt:
+            bar.write("stopped; saving what there is")
+    return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
+
+
 def schedule(peak: float, step: int, steps: int) -> mx.array:
-    """Return the learning rate: linear warm-up over 3 % of the steps, then a cosine to zero."""
+    """Return the rate of step 1 ff.: linear warm-up over 3 % of the steps, then a cosine to zero."""
     warm = max(1, int(0.03 * steps))
-    if step < warm:
-        return mx.array(peak * (step + 1) / warm)
+    if step <= warm:
+        return mx.array(peak * step / warm)
     return mx.array(peak * 0.5 * (1 + np.cos(np.pi * min(1.0, (step - warm) / max(1, steps - warm)))))
 
 
 def save(folder: Path, config: dict[str, Any], model: nn.Module) -> None:
-    """Write a checkpoint in the published layout: codebooks carry no ``.weight``."""
+    """Write a checkpoint in the published layout."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {n.removesuffix(".weight") if "codebook" in n else n: v for n, v in tree_flatten(model.parameters())}
+    tensors = published_names(dict(tree_flatten(model.parameters())))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
@@ -261,8 +290,9 @@ def main() -> None:
     for position, share in enumerate(result["share_reaching_position"], 1):
         print(f"position {position}: reached by {share:.3f} of held-out blocks")
     print(f"accepted length, teacher-forced: {result['teacher_forced_accepted_length']}")
-    Path(args.out, "training.json").write_text(json.dumps({**vars(args), **result}, indent=1) + "\n")
-    print(json.dumps({**vars(args), **result}))
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
+    print(json.dumps({"arguments": arguments, **result}))
 
 
 if __name__ == "__main__":
