@@ -1,0 +1,129 @@
+"""The depth policy: the cheapest depth by expectation, parking, and looking again."""
+
+import numpy as np
+import pytest
+
+from mlx_spec.policy import MARGIN, CostAware, Costs, FixedDepth, interpolate
+
+CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
+# A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
+DEAR = Costs({1: 10.0, 8: 80.0}, {1: 1.0, 7: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"), [(1, 10.0), (2, 12.0), (3, 14.0), (5, 22.0), (7, 30.0), (9, 38.0), (0, 8.0)]
+)
+def test_interpolate_is_piecewise_linear_and_carries_on(x: int, expected: float) -> None:
+    assert interpolate({7: 30.0, 1: 10.0, 3: 14.0}, x) == pytest.approx(expected)
+
+
+def test_interpolate_with_a_single_point_is_constant() -> None:
+    assert [interpolate({4: 3.0}, x) for x in (1, 4, 9)] == [3.0, 3.0, 3.0]
+
+
+def test_drafting_nothing_is_free() -> None:
+    assert CHEAP.draft_ms(0) == 0.0
+    assert CHEAP.draft_ms(1) == 1.0
+    assert CHEAP.verify_ms(1) == 10.0
+
+
+def test_fixed_depth_never_moves() -> None:
+    policy = FixedDepth(3)
+    for _ in range(20):
+        policy.update(3, 0)
+    assert policy.depth() == 3
+    assert policy.reason == "fixed at 3"
+
+
+def expected_cost(policy: CostAware, depth: int) -> float:
+    """Milliseconds a token at a depth, from the definition: the k-th draft counts when all up to it stand."""
+    rates = [successes / tries for tries, successes in policy.reach]
+    tokens = 1 + sum(np.prod(rates[: k + 1]) for k in range(depth))
+    draft = np.interp(depth, [1, 7], [1.0, 2.0]) if depth else 0.0
+    return (draft + np.interp(depth + 1, [1, 8], [10.0, 24.0])) / tokens
+
+
+def test_the_depth_is_the_cheapest_by_brute_force() -> None:
+    chosen = set()
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        policy, rate = CostAware(Costs({1: 10.0, 8: 24.0}, {1: 1.0, 7: 2.0}), 7), random.uniform(0.3, 0.99)
+        for _ in range(60):
+            costs = [expected_cost(policy, k) for k in range(8)]
+            best = int(np.argmin(costs))
+            assert policy.ms_per_token(best) == pytest.approx(costs[best])
+            if costs[best] < MARGIN * costs[0]:
+                assert policy.depth() == best
+                chosen.add(best)
+            policy.update(7, int((random.random(8) < rate).argmin()) if random.random() < 0.99 else 7)
+    assert len(chosen) > 3
+
+
+def test_evidence_fades_and_reaches_only_the_first_failure() -> None:
+    policy = CostAware(CHEAP, 4, prior=0.5)
+    assert policy.reach == [[4.0, 2.0]] * 4
+    policy.update(3, 1)
+    assert policy.reach[0] == pytest.approx([0.94 * 4 + 1, 0.94 * 2 + 1])
+    assert policy.reach[1] == pytest.approx([0.94 * 4 + 1, 0.94 * 2])
+    assert policy.reach[2:] == [[4.0, 2.0]] * 2
+    policy.update(2, 2)
+    assert policy.reach[1] == pytest.approx([0.94 * 4.76 + 1, 0.94 * 1.88 + 1])
+    assert policy.reach[2:] == [[4.0, 2.0]] * 2
+    policy.update(0, 0)
+    assert policy.reach[3] == [4.0, 2.0]
+
+
+def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_stands() -> None:
+    policy = CostAware(CHEAP, 7)
+    depths = []
+    for _ in range(30):
+        depths.append(policy.depth())
+        policy.update(depths[-1], depths[-1])
+    assert min(depths) >= 1
+    assert depths[-1] == 7
+    assert policy.reason.startswith("about 7: drafting 7 is expected to cost ")
+
+
+def test_a_dear_drafter_is_parked_and_looked_at_after_16_32_to_256_rounds() -> None:
+    policy = CostAware(DEAR, 7)
+    runs, drafting = [], None
+    for _ in range(1100):
+        depth = policy.depth()
+        if (depth > 0) != drafting:
+            drafting = depth > 0
+            runs.append(0)
+        runs[-1] += 1
+        policy.update(depth, 0)
+    assert runs[:-1] == [16, 2, 32, 2, 64, 2, 128, 2, 256, 2, 256, 2, 256, 2][: len(runs) - 1]
+    assert len(runs) > 11
+    assert policy.reason.startswith("parked: drafting ")
+    assert policy.reason.endswith("plain decoding 10.0")
+
+
+def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
+    """At acceptance 1, two rows at 19.8 ms save 1 %; at 19.0 ms 5 %."""
+    for two_rows, depth in ((19.8, 0), (19.0, 1)):
+        policy = CostAware(Costs({1: 10.0, 2: two_rows}, {1: 0.0}), 1, prior=1.0)
+        assert policy.depth() == depth
+        assert policy.reason.startswith("about 1" if depth else "parked")
+
+
+def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
+    policy = CostAware(Costs({1: 10.0, 8: 40.0}, {1: 1.0, 7: 4.0}), 7)
+    depths = []
+    for i in range(200):
+        depths.append(policy.depth())
+        policy.update(depths[-1], 0 if i < 30 else depths[-1])
+    assert depths[0] > 0
+    assert 0 in depths[:30]
+    returned = len(depths) - depths[::-1].index(0)
+    assert returned < 160, "it stays parked although every draft stands"
+    assert min(depths[returned:]) > 0
+    # The next spell of parking begins with a short wait again.
+    later = []
+    for _ in range(60):
+        later.append(policy.depth())
+        policy.update(later[-1], 0)
+    first = later.index(0)
+    assert later[first : first + 16] == [0] * 16
+    assert later[first + 16] > 0
