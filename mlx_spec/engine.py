@@ -122,7 +122,7 @@ class Engine:
         return generation
 
     def step(self, generation: Generation) -> Round:
-        """Run one round. Raises NonFiniteError or ContextFull with the generation as it was before the round."""
+        """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
         started = time.perf_counter()
         statistics, request, history = generation.statistics, generation.request, generation.tokens
         depth = self._depth(generation)
@@ -148,9 +148,10 @@ class Engine:
         generation.finish_reason = finish_reason
         generation.policy.update(depth, count)
         statistics.count_round(depth, count, len(emitted))
+        seconds = time.perf_counter() - started
+        statistics.seconds += seconds
         if timed:
-            statistics.count_timed(draft_seconds, verify_seconds)
-        statistics.count_seconds(time.perf_counter() - started, draft_seconds + verify_seconds)
+            statistics.count_timed(draft_seconds, verify_seconds, seconds - draft_seconds - verify_seconds)
         return Round(emitted, min(count, len(emitted)))
 
     def close(self, generation: Generation) -> None:
@@ -185,8 +186,9 @@ class Engine:
 
     def _depth(self, generation: Generation) -> int:
         # A round of depth k emits up to k + 1 tokens and caches up to k + 1 positions.
-        context = self.target.context - generation.sequence.length
-        return max(0, min(generation.policy.depth(), generation.room - 1, context - 1))
+        sequence = generation.sequence
+        places = min(self.target.context - sequence.length, sequence.room)
+        return max(0, min(generation.policy.depth(), generation.room - 1, places - 1))
 
     def _propose(self, generation: Generation, depth: int) -> Proposal:
         if self.drafter is None or not depth:
@@ -204,8 +206,15 @@ class Engine:
         return tokens, None
 
     def _commit(self, generation: Generation, accepted: Pass, tokens: mx.array) -> None:
+        before = generation.sequence.length
         self.target.commit(generation.sequence, accepted)
-        self._extend(generation, accepted, tokens)
+        try:
+            self._extend(generation, accepted, tokens)
+        except BaseException:
+            generation.sequence.rewind(before)
+            if self.drafter is not None:
+                self.drafter.rewind(generation.drafting, before)
+            raise
 
     def _extend(self, generation: Generation, rows: Pass, tokens: mx.array) -> None:
         if self.drafter is not None:

@@ -9,22 +9,23 @@ class Statistics:
     """Counters of one generation. Times are seconds.
 
     rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]: rounds that drafted a token
-    at position i + 1 behind the anchor, and those in which it stood. host_seconds: the part of the rounds in which
-    the device had nothing of ours to do. timed: (draft, verify) seconds over ``timed_rounds`` rounds that were
-    measured with a stop between the two; other rounds have no such stop.
+    at position i + 1 behind the anchor, and those in which it stood. draft_seconds, verify_seconds, host_seconds:
+    over the ``timed_rounds`` rounds that were measured with a stop between drafting and verifying, which other
+    rounds do not have.
     """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
-    host_seconds: float = 0.0
     rounds: int = 0
     parked_rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     timed_rounds: int = 0
-    timed: tuple[float, float] = (0.0, 0.0)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    host_seconds: float = 0.0
     depth_reason: str = ""
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
@@ -39,15 +40,12 @@ class Statistics:
             self.drafted[i] += 1
             self.accepted[i] += i < accepted
 
-    def count_timed(self, draft_seconds: float, verify_seconds: float) -> None:
+    def count_timed(self, draft_seconds: float, verify_seconds: float, host_seconds: float) -> None:
         """Count a round whose draft and verify passes were awaited one after the other."""
         self.timed_rounds += 1
-        self.timed = (self.timed[0] + draft_seconds, self.timed[1] + verify_seconds)
-
-    def count_seconds(self, seconds: float, waiting: float) -> None:
-        """Count the seconds of a round, and how many of them the host waited for the device."""
-        self.seconds += seconds
-        self.host_seconds += seconds - waiting
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
+        self.host_seconds += host_seconds
 
     @property
     def accepted_length(self) -> float:
@@ -71,11 +69,10 @@ class Statistics:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the decoding time in drafting, verifying and on the host; the first two by timed rounds."""
-        host = self.host_seconds / self.seconds if self.seconds else 0.0
-        draft, verify = self.timed
-        on_device = (1 - host) / (draft + verify) if draft + verify else 0.0
-        return {"draft": draft * on_device, "verify": verify * on_device, "host": host}
+        """Shares of a round in drafting, in verifying and on the host, by the timed rounds."""
+        parts = {"draft": self.draft_seconds, "verify": self.verify_seconds, "host": self.host_seconds}
+        total = sum(parts.values())
+        return {name: seconds / total if total else 0.0 for name, seconds in parts.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values."""

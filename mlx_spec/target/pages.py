@@ -98,6 +98,14 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
 
+    @property
+    def room(self) -> int:
+        """How many more positions fit into the pool, while no other sequence takes a page."""
+        left = -self.length % PAGE_SLOTS
+        # Writing into a shared page takes a free one for the copy.
+        pages = self.pool.free_pages - (left > 0 and self.pool.is_shared(self.pages[-1]))
+        return left + pages * PAGE_SLOTS if pages >= 0 else 0
+
     def fork(self) -> "Sequence":
         """Return a sequence with the same contents that shares every page."""
         for page in self.pages:

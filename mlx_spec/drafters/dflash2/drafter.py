@@ -47,6 +47,8 @@ class DFlash2Drafter:
     def extend(self, state: ContextKV, rows: Committed) -> None:
         """Write context keys and values of committed rows. Raises PositionError for a gap or an overlap."""
         self.writer.write(state, rows.position, rows.taps)
+        # Otherwise the features of a long prompt would be held until the first draft.
+        mx.async_eval(state.rows)
 
     def propose(self, state: ContextKV, anchor: int, count: int, choose: Choose) -> Proposal:
         """Draft the ``count`` tokens behind the anchor, which stands at the context's cursor."""
