@@ -6,8 +6,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -24,13 +26,12 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs
     """Return the costs from the cache, or measure them (a second or two) and cache them."""
     path = cache_folder() / "costs.json"
     key, known = cost_key(target, drafter, drafter_name), read_costs(path)
-    if key not in known:
+    costs = from_json(known.get(key))
+    if costs is None:
         costs = measure(target, drafter)
         known[key] = {"verify": as_json(costs.verify), "draft": as_json(costs.draft)}
         write_costs(path, known)
-        return costs
-    verify, draft = ({int(n): ms for n, ms in known[key][part].items()} for part in ("verify", "draft"))
-    return Costs(verify, draft)
+    return costs
 
 
 def measure(target: Target, drafter: Drafter) -> Costs:
@@ -64,6 +65,15 @@ def as_json(curve: Mapping[int, float]) -> dict[str, float]:
     return {str(count): ms for count, ms in curve.items()}
 
 
+def from_json(entry: Any) -> Costs | None:
+    """Return the costs of a cache entry, or None when it is missing or damaged."""
+    try:
+        verify, draft = ({int(n): float(ms) for n, ms in entry[part].items()} for part in ("verify", "draft"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return Costs(verify, draft) if verify and draft else None
+
+
 def time_ms(run: Callable[[int], list[mx.array]], count: int) -> float:
     """Return the milliseconds of the faster of two runs over ``count``, building the graph included."""
     times = []
@@ -90,7 +100,7 @@ def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
-def read_costs(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+def read_costs(path: Path) -> dict[str, Any]:
     """Read the cache; a missing or damaged file is an empty one."""
     try:
         known = json.loads(path.read_text())
@@ -107,4 +117,5 @@ def write_costs(path: Path, known: object) -> None:
         temporary.write_text(json.dumps(known, indent=1))
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

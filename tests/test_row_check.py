@@ -1,0 +1,127 @@
+"""The row check: silent where rows are alike, and exact about the row that is not."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scripted_drafters import ScriptedDrafter, always_right, plain, right_then_wrong, run
+from tiny_models import CONFIGS, tiny_target
+
+from mlx_spec.engine import Engine, Request
+from mlx_spec.errors import ContextFull
+from mlx_spec.row_check import RowCheck
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import Target
+
+PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
+
+
+def checked_run(target: Target, text: list[int], request: Request, script: Any = always_right) -> RowCheck:
+    """Run a request of 20 new tokens with the check on."""
+    check = RowCheck(target)
+    engine = Engine(target, ScriptedDrafter(target, text, script))
+    done = run(engine, Request(**{**vars(request), "on_verified": check.check}))
+    assert done.text == text
+    return check
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bfloat16_rows_are_equal_bit_for_bit(family: str, bits: int | None) -> None:
+    """On the CPU MLX's bfloat16 product reduces every row alike."""
+    target, request = tiny_target(family, bits=bits), Request(PROMPT, 20)
+    check = checked_run(target, plain(target, request).text, request, right_then_wrong(5))
+    # Rounds of 8 rows that emit 6 tokens: 6 + 6 + 6, then 2 rows for the last 2 tokens.
+    assert check.rows == 8 + 8 + 8 + 2
+    assert check.differences == []
+    assert str(check) == "Rows checked: 26, all equal to one-row passes bit for bit"
+    assert target.pool.pages_in_use == 0
+
+
+def test_raw_logits_are_compared_whatever_the_penalties_are() -> None:
+    target = tiny_target("llama")
+    request = Request(PROMPT, 20, sampling=Sampling(repetition_penalty=1.5, logit_bias={4: 9.0}))
+    assert checked_run(target, plain(target, request).text, request).differences == []
+
+
+def perturb(target: Target, row: int, token: int, by: float) -> None:
+    """Let passes of several rows give row number ``row`` another logit for ``token``."""
+    exact = target.logits
+
+    def logits(hidden: mx.array) -> mx.array:
+        found = exact(hidden)
+        if hidden.shape[0] > 1:
+            found[row, token] = found[row, token] + by
+        return found
+
+    target.logits = logits
+
+
+def test_a_row_that_depends_on_its_neighbours_is_reported() -> None:
+    target, request = tiny_target("llama"), Request(PROMPT, 20)
+    text = plain(target, request).text
+    # The token is the least likely one of that row, so that the text stays.
+    token = int(mx.argmin(logits_behind(target, text[: len(PROMPT) + 2])))
+    perturb(target, row=2, token=token, by=-4.0)
+    check = checked_run(target, text, request)
+    # 8 + 8 + 4 rows.
+    assert check.rows == 20
+    assert len(check.differences) == 3
+    first = check.differences[0]
+    assert (first.position, first.row, first.rows, first.same_token) == (len(PROMPT) - 1 + 2, 2, 8, True)
+    # bfloat16 rounds the perturbed logit to a step of 1/16 at most.
+    assert first.largest == pytest.approx(4.0, abs=0.07)
+    assert str(first).startswith("position 21: row 3 of 8 differs by up to ")
+    assert str(first).endswith("from a one-row pass (same token)")
+    assert [d.position for d in check.differences] == [21, 29, 37]
+    assert check.differences[-1].rows == 4
+    assert str(check).splitlines()[0] == "Rows checked: 20, 3 differ from one-row passes"
+    assert len(str(check).splitlines()) == 4
+    assert target.pool.pages_in_use == 0
+
+
+def logits_behind(target: Target, tokens: list[int]) -> mx.array:
+    sequence = target.open()
+    hidden = target.forward([(sequence, mx.array(tokens))]).hidden[-1:]
+    return target.logits(hidden)[0]
+
+
+def test_another_most_likely_token_is_said_aloud() -> None:
+    target = tiny_target("llama")
+    perturb(target, row=1, token=50, by=100.0)
+    check, sequence = RowCheck(target), target.open()
+    target.prefill(sequence, PROMPT)
+    rows = mx.array([4, 5, 6])
+    check.check(sequence, rows, target.logits(target.forward([(sequence, rows)]).hidden))
+    assert [(d.row, d.same_token) for d in check.differences] == [(1, False)]
+    assert "OTHER TOKEN" in str(check)
+
+
+def test_the_check_leaves_sequence_and_pages_as_they_were() -> None:
+    """The page that the sequence goes on in is shared with the check's own fork, and must not be written."""
+    target = tiny_target("llama")
+    sequence = target.open()
+    target.prefill(sequence, PROMPT)
+    rows = mx.array([4, 5, 6, 7])
+    before = target.logits(target.forward([(sequence, rows)]).hidden)
+    pages, length = list(sequence.pages), sequence.length
+    RowCheck(target).check(sequence, rows, before)
+    assert (sequence.pages, sequence.length) == (pages, length)
+    assert target.pool.pages_in_use == 1
+    assert not target.pool.is_shared(pages[0])
+    assert mx.array_equal(target.logits(target.forward([(sequence, rows)]).hidden), before)
+
+
+def test_pages_come_back_when_the_check_fails() -> None:
+    """The check needs a page of its own; in a pool of one there is none."""
+    target = tiny_target("llama", max_kv_size=32)
+    sequence = target.open()
+    target.prefill(sequence, PROMPT)
+    rows = mx.array([4, 5])
+    logits = target.logits(target.forward([(sequence, rows)]).hidden)
+    with pytest.raises(ContextFull):
+        RowCheck(target).check(sequence, rows, logits)
+    assert not target.pool.is_shared(sequence.pages[0])
+    sequence.free()
+    assert target.pool.pages_in_use == 0
