@@ -259,6 +259,8 @@ def candidates_of(kind: str, sampling: Sampling) -> tuple[mx.array, mx.array]:
     order = np.argsort(-p, axis=1)
     if kind == "equal":
         return mx.broadcast_to(mx.arange(VOCAB), (VOCAB, VOCAB)), score_table(sampling) * sampling.temp
+    if kind == "all, other weights":
+        return mx.broadcast_to(mx.arange(VOCAB), (VOCAB, VOCAB)), DRAFT
     if kind == "disjoint":
         # The least likely four; without a filter the target gives them some probability, with one none.
         return mx.array(order[:, -4:]), DRAFT
@@ -276,7 +278,7 @@ def test_all_seeds_at_once_give_what_each_seed_gives(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("kind", ["equal", "disjoint", "partly overlapping"])
+@pytest.mark.parametrize("kind", ["equal", "disjoint", "partly overlapping", "all, other weights"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_rejection_keeps_the_joint_distribution_of_two_tokens(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str, k: int

@@ -46,6 +46,7 @@ def oracle(logits: np.ndarray, temp: float, top_p: float = 0.0, min_p: float = 0
         {"top_p": 0.7},
         {"min_p": 0.1},
         {"top_k": 5},
+        {"top_k": 30},
         {"top_p": 0.9, "min_p": 0.05, "top_k": 4},
         {"top_p": 0.5, "top_k": 30},
         {"top_p": 1.0},
