@@ -246,7 +246,7 @@ def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[i
     for stage, finite in zip([*proposal.finite, "target logits"], values[k + 2 :], strict=True):
         if not finite:
             raise NonFiniteError(
-                f"The {stage} at position {position} holds NaN or infinity, so nothing was drafted from it. "
+                f"The {stage} at position {position} holds NaN or infinity, so no token can be taken from it. "
                 "Load the model in bfloat16 or float32, and check its weights."
             )
     return values[:k], values[k], values[k + 1]

@@ -52,6 +52,8 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and value < math.inf):
                 raise RequestError(f"{name} must lie between {low} and {high}, not {value}.")
+        if self.top_k != int(self.top_k):
+            raise RequestError(f"top_k must be a whole number, not {self.top_k}.")
         for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")

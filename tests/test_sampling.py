@@ -159,6 +159,7 @@ def test_penalties_come_before_the_filters() -> None:
         ({"temp": -0.1}, r"temp must lie between 0.0 and inf, not -0.1"),
         ({"temp": math.inf}, r"temp must lie between .* not inf"),
         ({"temp": math.nan}, r"temp must lie between .* not nan"),
+        ({"temp": 1.0, "top_k": 2.5}, r"top_k must be a whole number, not 2.5"),
         ({"top_p": 1.5}, r"top_p must lie between 0.0 and 1.0, not 1.5"),
         ({"top_p": -0.5}, r"top_p must lie between 0.0 and 1.0, not -0.5"),
         ({"min_p": 1.01}, r"min_p must lie between 0.0 and 1.0, not 1.01"),
