@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ def load(
         loaded, _ = load_model(folder, lazy=True)
         tokenizer = load_tokenizer(folder, tokenizer_config or {})
     except Exception as error:
-        raise ModelError(f"{model} cannot be loaded: {error}") from error
+        raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
     loaded = fit_to_machine(loaded)
     target = Target(loaded, config, model, max_kv_size)
     name = drafter_name(model, drafter)
@@ -80,9 +81,9 @@ def resolve(name: str, progress: bool = False) -> Path:
     if name == DEMO:
         return demo_model_folder(progress)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return folder
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise DownloadError(f"{name!r} is neither a folder nor a Hugging Face repo (owner/name).")
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))

@@ -1,0 +1,279 @@
+"""stream_generate and generate: what mlx_lm.generate offers, with the text that plain decoding gives."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from scripted_drafters import ScriptedDrafter, always_right, mixture
+from tiny_folders import write_dflash2, write_model
+
+from mlx_spec import Engine, GenerationResponse, generate, load, stream_generate
+from mlx_spec.errors import RequestError
+
+PROMPT = "then the other"
+TOKENS = 48
+NEAR_TIE = 0.05  # a few roundings of a bfloat16 logit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Any]:
+    """A tiny target with a random DFlash 2 drafter; without measured costs the depth is the largest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLX_SPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        drafter = write_dflash2(tmp_path_factory.mktemp("drafters") / "dflash2")
+        engine, tokenizer = load(str(folder), str(drafter))
+    return Engine(engine.target, engine.drafter), tokenizer
+
+
+@pytest.fixture(scope="module")
+def plain_text(loaded: tuple[Engine, Any]) -> str:
+    return generate(*loaded, PROMPT, max_tokens=TOKENS, num_draft_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def scripted(loaded: tuple[Engine, Any]) -> Callable[..., Engine]:
+    """Make an engine whose drafter knows the greedy text of PROMPT and errs as a script says."""
+    engine, tokenizer = loaded
+    prompt = tokenizer.encode(PROMPT)
+    tokens = [r.token for r in stream_generate(*loaded, PROMPT, max_tokens=TOKENS + 8, num_draft_tokens=0)]
+    return lambda script: Engine(engine.target, ScriptedDrafter(engine.target, [*prompt, *tokens], script))
+
+
+def test_fields_are_those_of_mlx_lm() -> None:
+    ours = [f.name for f in fields(GenerationResponse)]
+    theirs = [f.name for f in fields(MlxLmResponse) if f.name != "logprobs"]
+    assert ours == [*theirs, "statistics"]
+
+
+def test_responses_count_and_measure(loaded: tuple[Engine, Any]) -> None:
+    responses = list(stream_generate(*loaded, PROMPT, max_tokens=12))
+    last = responses[-1]
+    assert [r.generation_tokens for r in responses] == list(range(1, 13))
+    assert {r.prompt_tokens for r in responses} == {len(loaded[1].encode(PROMPT))}
+    assert all(r.generation_tps > 0 and r.prompt_tps > 0 and r.peak_memory > 0 for r in responses)
+    assert last.statistics.tokens == 12
+    assert last.statistics.prompt_tokens == last.prompt_tokens
+
+
+def test_texts_joined_are_the_text_of_generate(loaded: tuple[Engine, Any], plain_text: str) -> None:
+    responses = list(stream_generate(*loaded, PROMPT, max_tokens=TOKENS))
+    joined = "".join(r.text for r in responses)
+    assert joined == generate(*loaded, PROMPT, max_tokens=TOKENS) == plain_text
+    assert joined == loaded[1].decode([r.token for r in responses])
+    assert len(set(joined)) > 5
+
+
+def test_a_prompt_may_be_text_list_or_array(loaded: tuple[Engine, Any], plain_text: str) -> None:
+    tokens = loaded[1].encode(PROMPT)
+    for prompt in (tokens, tuple(tokens), mx.array(tokens), mx.array([tokens])):
+        assert generate(*loaded, prompt, max_tokens=TOKENS) == plain_text
+
+
+def test_bos_is_added_once(loaded: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Spy:
+        bos_token = "<|bos|>"
+        eos_token_ids = frozenset[int]()
+        detokenizer = loaded[1].detokenizer
+
+        @staticmethod
+        def encode(text: str, add_special_tokens: bool) -> list[int]:
+            seen.append(add_special_tokens)
+            return [0, 5, 6]
+
+    generate(loaded[0], Spy, "hello", max_tokens=1)
+    generate(loaded[0], Spy, "<|bos|>hello", max_tokens=1)
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "a man in an inn"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_are_those_of_mlx_lm(family: str, prompt: str, tmp_path: Path) -> None:
+    """On the CPU all are equal. mlx-lm prefills in other chunks: on a GPU that may decide a near tie."""
+    folder = write_model(tmp_path / family, family)
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    engine, _ = load(str(folder), None)
+    tokens = tokenizer.encode(prompt)
+    ours = [r.token for r in stream_generate(engine, tokenizer, tokens, max_tokens=TOKENS)]
+    theirs = list(mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=TOKENS))
+    assert len(ours) == len(theirs) == TOKENS
+    for token, response in zip(ours, theirs, strict=True):
+        if token != response.token:
+            second, first = sorted(mx.topk(response.logprobs, 2).tolist())
+            assert first - second < NEAR_TIE and mx.default_device() != mx.cpu
+            break
+
+
+@pytest.mark.parametrize("stop_from", [0, 7, 20])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_stop_strings_cut_alike_with_and_without_a_drafter(
+    loaded: tuple[Engine, Any], scripted: Callable[..., Engine], plain_text: str, stop_from: int, as_list: bool
+) -> None:
+    stop = plain_text[stop_from : stop_from + 3]
+    expected = plain_text[: plain_text.index(stop)]
+    options = dict(max_tokens=TOKENS, stop=["never there", stop] if as_list else stop)
+    lanes = {
+        "plain": list(stream_generate(*loaded, PROMPT, num_draft_tokens=0, **options)),
+        "dflash2": list(stream_generate(*loaded, PROMPT, **options)),
+        # Everything stands, so that the stop string lies inside a block.
+        "scripted": list(stream_generate(scripted(always_right), loaded[1], PROMPT, **options)),
+    }
+    tokens = [r.token for r in lanes["plain"]]
+    for name, responses in lanes.items():
+        assert "".join(r.text for r in responses) == expected, name
+        assert [r.token for r in responses] == tokens, name
+        assert responses[-1].finish_reason == "stop", name
+    assert len(tokens) < TOKENS
+    assert lanes["scripted"][-1].statistics.rounds == -(-len(tokens) // 8)
+
+
+def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: Callable[..., Engine]) -> None:
+    engine, tokenizer = scripted(always_right), loaded[1]
+    tokens = [r.token for r in stream_generate(engine, tokenizer, PROMPT, max_tokens=TOKENS)]
+    end = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
+    before = tokens[: tokens.index(end)]
+    eos_token_ids = set(tokenizer.eos_token_ids)
+    tokenizer.eos_token_ids = {end}
+    try:
+        responses = list(stream_generate(engine, tokenizer, PROMPT, max_tokens=TOKENS))
+    finally:
+        tokenizer.eos_token_ids = eos_token_ids
+    assert [r.token for r in responses] == [*before, end]
+    assert "".join(r.text for r in responses) == tokenizer.decode(before)
+    assert responses[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"temprature": 1.0}, ["temprature", "temp,"]),
+        ({"max_tokens": 0}, ["max_tokens", "0"]),
+        ({"temp": -1.0}, ["temp", "-1.0"]),
+        ({"num_draft_tokens": 8}, ["num_draft_tokens is 8", "at most 7"]),
+        ({"num_draft_tokens": -1}, ["num_draft_tokens is -1"]),
+        ({"prefill_step_size": 0}, ["prefill_step_size"]),
+        ({"logit_bias": {5000: 1.0}}, ["5000", "267"]),
+    ],
+)
+def test_wrong_options_are_refused(loaded: tuple[Engine, Any], options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        next(stream_generate(*loaded, PROMPT, **options))
+    for word in words:
+        assert word in str(error.value)
+    assert loaded[0].target.pool.pages_in_use == 0
+
+
+@pytest.mark.parametrize("prompt", ["", [], mx.array([], dtype=mx.int32), [5000], [-1]])
+def test_a_prompt_without_known_tokens_is_refused(loaded: tuple[Engine, Any], prompt: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        generate(*loaded, prompt)
+
+
+@pytest.mark.parametrize("after", [1, 2, 11])
+def test_closing_in_mid_generation_frees_all_pages(loaded: tuple[Engine, Any], after: int) -> None:
+    responses = stream_generate(*loaded, PROMPT * 4, max_tokens=400)
+    for _ in range(after):
+        last = next(responses)
+    assert last.finish_reason is None
+    assert loaded[0].target.pool.pages_in_use > 0
+    responses.close()
+    assert loaded[0].target.pool.pages_in_use == 0
+
+
+def test_an_error_of_the_caller_in_prefill_frees_all_pages(loaded: tuple[Engine, Any]) -> None:
+    def fail(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(*loaded, PROMPT * 4, prefill_step_size=8, prompt_progress_callback=fail)
+    assert loaded[0].target.pool.pages_in_use == 0
+
+
+def test_progress_reaches_the_prompt_without_its_last_token(loaded: tuple[Engine, Any]) -> None:
+    calls: list[tuple[int, int]] = []
+    tokens = loaded[1].encode(PROMPT * 6)
+    generate(
+        *loaded,
+        tokens,
+        max_tokens=1,
+        prefill_step_size=16,
+        prompt_progress_callback=lambda *progress: calls.append(progress),
+    )
+    total = len(tokens) - 1
+    assert total > 32
+    assert calls == [(min(done, total), total) for done in range(0, total + 16, 16)]
+
+
+def test_from_draft_is_what_the_statistics_count(
+    loaded: tuple[Engine, Any], scripted: Callable[..., Engine]
+) -> None:
+    responses = list(stream_generate(scripted(mixture(3)), loaded[1], PROMPT, max_tokens=TOKENS))
+    statistics = responses[-1].statistics
+    drafted = sum(r.from_draft for r in responses)
+    assert drafted == sum(statistics.accepted) == TOKENS - statistics.rounds
+    assert 5 < drafted < TOKENS - 8
+
+
+def test_nothing_is_from_the_draft_in_plain_decoding(loaded: tuple[Engine, Any]) -> None:
+    responses = list(stream_generate(*loaded, PROMPT, max_tokens=9, num_draft_tokens=0))
+    assert [r.from_draft for r in responses] == [False] * 9
+    assert responses[-1].statistics.rounds == 9
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 17])
+def test_only_the_last_response_has_a_finish_reason(
+    loaded: tuple[Engine, Any], scripted: Callable[..., Engine], count: int
+) -> None:
+    responses = list(stream_generate(scripted(always_right), loaded[1], PROMPT, max_tokens=count))
+    assert [r.finish_reason for r in responses] == [None] * (count - 1) + ["length"]
+
+
+def test_on_verified_sees_every_row(loaded: tuple[Engine, Any]) -> None:
+    rows: list[int] = []
+    options = dict(max_tokens=12, on_verified=lambda sequence, tokens, logits: rows.append(logits.shape[0]))
+    statistics = list(stream_generate(*loaded, PROMPT, **options))[-1].statistics
+    assert len(rows) == statistics.rounds
+    assert sum(rows) == statistics.rounds + sum(statistics.drafted)
+
+
+def test_verbose_prints_text_and_summary(loaded: tuple[Engine, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    text = generate(*loaded, PROMPT, verbose=True, max_tokens=TOKENS)
+    out, err = capsys.readouterr()
+    answer, summary = out.split(f"\n{'=' * 10}\n")
+    assert answer == text
+    assert summary.splitlines()[0].startswith(f"Prompt: {len(loaded[1].encode(PROMPT))} tokens, ")
+    assert f"Generation: {TOKENS} tokens" in summary
+    assert summary.splitlines()[-1].startswith("Peak memory: ")
+    assert err == ""
+
+
+def test_not_verbose_prints_nothing(loaded: tuple[Engine, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    generate(*loaded, PROMPT, max_tokens=4)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_seed_decides_a_sampled_text(loaded: tuple[Engine, Any]) -> None:
+    def sampled(seed: int, **options: Any) -> str:
+        return generate(*loaded, PROMPT, max_tokens=24, temp=0.9, top_k=20, seed=seed, **options)
+
+    assert sampled(5) == sampled(5) == sampled(5, num_draft_tokens=0)
+    assert len({sampled(seed) for seed in range(3)}) == 3
+
+
+def test_responses_cannot_be_changed(loaded: tuple[Engine, Any]) -> None:
+    response = next(iter(list(stream_generate(*loaded, PROMPT, max_tokens=1))))
+    with pytest.raises(AttributeError):
+        response.text = "other"  # type: ignore[misc]
+    assert replace(response, text="other").token == response.token

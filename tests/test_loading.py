@@ -1,0 +1,351 @@
+"""load(): every name that works, and one sentence for every one that does not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+from tiny_drafters import dflash2_config, random_tensors
+from tiny_folders import TOKENS, write_dflash2, write_model
+
+from mlx_spec import generate, load, models
+from mlx_spec.demo import DRAFTER_FOLDER
+from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.target.families import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target") / "llama")
+
+
+@pytest.fixture(scope="module")
+def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("target") / "qwen3-4bit", "qwen3", bits=4)
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dflash2(tmp_path_factory.mktemp("drafter") / "dflash2")
+
+
+def copied(folder: Path, to: Path, **files: bytes | None) -> Path:
+    """Copy a folder, with some of its files replaced (``__`` is the dot) or, by None, left out."""
+    to.mkdir()
+    for file in folder.iterdir():
+        contents = files.get(file.name.replace(".", "__"), file.read_bytes())
+        if contents is not None:
+            (to / file.name).write_bytes(contents)
+    return to
+
+
+def refusal(kind: type[ModelError], *args: Any, **options: Any) -> str:
+    """Return the message of the error, which must be one short line."""
+    with pytest.raises(ModelError) as error:
+        load(*args, **options)
+    assert type(error.value) is kind, repr(error.value)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 600
+    return message
+
+
+def parameters(module: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(module.parameters()))
+
+
+def test_auto_is_no_drafter_for_a_folder(target_folder: Path) -> None:
+    engine, tokenizer = load(str(target_folder))
+    assert engine.drafter is None and engine.costs is None
+    assert len(generate(engine, tokenizer, "hello", max_tokens=5)) >= 5
+
+
+def test_none_is_no_drafter(target_folder: Path) -> None:
+    assert load(str(target_folder), None)[0].drafter is None
+
+
+def test_a_drafter_folder_comes_with_measured_costs(
+    target_folder: Path, drafter_folder: Path, tmp_path: Path
+) -> None:
+    engine, _ = load(str(target_folder), str(drafter_folder))
+    assert engine.drafter is not None and engine.drafter.max_draft == 7
+    assert engine.costs is not None and engine.costs.verify_ms(8) > 0
+    assert (tmp_path / "cache" / "costs.json").exists()
+    assert engine.target.pool.pages_in_use == 0
+
+
+@pytest.mark.parametrize(
+    "model, drafter, expected",
+    [
+        ("demo", "auto", str(DRAFTER_FOLDER)),
+        ("owner/name", "auto", None),
+        ("demo", None, None),
+        ("demo", "owner/name", "owner/name"),
+        ("owner/name", "some/folder", "some/folder"),
+    ],
+)
+def test_which_drafter_a_model_gets(model: str, drafter: str | None, expected: str | None) -> None:
+    assert models.drafter_name(model, drafter) == expected
+
+
+def test_the_home_folder_may_be_a_tilde(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(target_folder.parent))
+    assert models.resolve("~/llama") == target_folder
+    assert load("~/llama")[0].target.name == "~/llama"
+
+
+def test_max_kv_size_bounds_the_pool(target_folder: Path) -> None:
+    assert load(str(target_folder), max_kv_size=70)[0].target.pool.max_pages == 3
+
+
+def test_tokenizer_config_reaches_the_tokenizer(target_folder: Path) -> None:
+    tokenizer = load(str(target_folder), tokenizer_config={"eos_token": "<|pad|>"})[1]
+    assert tokenizer.eos_token == "<|pad|>"
+
+
+def test_an_unsupported_model_is_refused_before_weights_are_read(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((target_folder / "config.json").read_text())
+    folder = copied(
+        target_folder, tmp_path / "m", config__json=json.dumps({**config, "model_type": "mamba"}).encode()
+    )
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    message = refusal(UnsupportedModel, str(folder))
+    assert "'mamba'" in message
+    assert all(family in message for family in FAMILIES)
+
+
+def test_a_config_without_model_type_is_refused(target_folder: Path, tmp_path: Path) -> None:
+    folder = copied(target_folder, tmp_path / "m", config__json=b'{"hidden_size": 64}')
+    assert "None" in refusal(UnsupportedModel, str(folder))
+
+
+@pytest.mark.parametrize(
+    "contents, words",
+    [
+        (None, "no config.json"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[1]", "holds a list"),
+    ],
+)
+def test_broken_configurations(target_folder: Path, tmp_path: Path, contents: bytes | None, words: str) -> None:
+    folder = copied(target_folder, tmp_path / "m", config__json=contents)
+    message = refusal(ModelError, str(folder))
+    assert words in message and str(folder) in message
+
+
+def test_a_config_that_lacks_a_size_is_refused(target_folder: Path, tmp_path: Path) -> None:
+    folder = copied(target_folder, tmp_path / "m", config__json=b'{"model_type": "llama"}')
+    assert "hidden_size" in refusal(ModelError, str(folder))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])
+def test_truncated_weights(target_folder: Path, tmp_path: Path, part: float) -> None:
+    weights = (target_folder / "model.safetensors").read_bytes()
+    folder = copied(target_folder, tmp_path / "m", model__safetensors=weights[: int(part * len(weights))])
+    assert str(folder) in refusal(ModelError, str(folder))
+
+
+def test_no_weights(target_folder: Path, tmp_path: Path) -> None:
+    folder = copied(target_folder, tmp_path / "m", model__safetensors=None)
+    assert "safetensors" in refusal(ModelError, str(folder))
+
+
+def test_weights_of_another_shape(target_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((target_folder / "config.json").read_text())
+    folder = copied(
+        target_folder, tmp_path / "m", config__json=json.dumps({**config, "intermediate_size": 128}).encode()
+    )
+    assert "mlp" in refusal(ModelError, str(folder))
+
+
+def test_missing_weights(target_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((target_folder / "config.json").read_text())
+    folder = copied(
+        target_folder, tmp_path / "m", config__json=json.dumps({**config, "num_hidden_layers": 5}).encode()
+    )
+    assert "layers.4" in refusal(ModelError, str(folder))
+
+
+@pytest.mark.parametrize("contents", [None, b"{", b"{}"])
+def test_broken_tokenizers(target_folder: Path, tmp_path: Path, contents: bytes | None) -> None:
+    folder = copied(target_folder, tmp_path / "m", tokenizer__json=contents)
+    assert str(folder) in refusal(ModelError, str(folder))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/where", "~/nowhere", "a/b/c", "../x", "", "demo/"])
+def test_names_that_are_neither_folder_nor_repo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
+    message = refusal(DownloadError, name)
+    assert message == f"{name!r} is neither a folder nor a Hugging Face repo (owner/name)."
+
+
+def test_a_file_is_no_model(target_folder: Path) -> None:
+    refusal(DownloadError, str(target_folder / "config.json"))
+
+
+def test_a_repo_is_fetched(target_folder: Path, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    folders = {"owner/target": target_folder, "owner/drafter": drafter_folder}
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(folders[name])
+
+    monkeypatch.setattr(models, "snapshot_download", fetch)
+    engine, _ = load("owner/target", "owner/drafter")
+    assert engine.target.name == "owner/target"
+    assert engine.drafter is not None
+    assert asked.keys() == folders.keys()
+    assert {"*.json", "*.safetensors"} <= set(asked["owner/target"])
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+@pytest.mark.parametrize("text, reason", [("404 not found\n\nmore lines", "404 not found"), ("", "OSError")])
+def test_a_repo_that_cannot_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, text: str, reason: str, offline: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise OSError(text)
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(models, "snapshot_download", fail)
+    message = refusal(DownloadError, "owner/name")
+    assert message.startswith("owner/name ") and message.endswith(reason)
+    assert ("HF_HUB_OFFLINE" in message) == bool(offline)
+
+
+def test_quantized_weights_are_unpacked_on_the_cpu(
+    quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "on_cpu", lambda: True)
+    model = load(str(quantized_folder))[0].target.model
+    assert {w.dtype for w in parameters(model).values()} == {mx.bfloat16}
+    # Against mlx-lm's own weights, unpacked by hand.
+    packed = parameters(models.load_model(quantized_folder)[0])
+    name = "model.layers.1.mlp.up_proj"
+    weight = mx.dequantize(*(packed[f"{name}.{part}"] for part in ("weight", "scales", "biases")), 32, 4)
+    assert mx.array_equal(model.model.layers[1].mlp.up_proj.weight, weight.astype(mx.bfloat16))
+
+
+def test_quantized_weights_stay_packed_where_memory_is_short(
+    quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "on_cpu", lambda: True)
+    monkeypatch.setattr(models, "memory_bytes", lambda: 1000)
+    engine, tokenizer = load(str(quantized_folder))
+    assert mx.uint32 in {w.dtype for w in parameters(engine.target.model).values()}
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
+def test_quantized_weights_stay_packed_on_a_gpu(quantized_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "on_cpu", lambda: False)
+    weights = parameters(load(str(quantized_folder))[0].target.model)
+    assert mx.uint32 in {w.dtype for w in weights.values()}
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_bound_of_the_unpacked_bytes_holds_from_4_bits_on(bits: int) -> None:
+    layer = nn.QuantizedLinear(256, 64, bias=False, group_size=32, bits=bits)
+    holds = models.unpacked_bytes(parameters(layer)) >= 2 * 256 * 64
+    assert holds == (bits >= 4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32, mx.bfloat16])
+def test_one_float_type_is_kept(target_folder: Path, tmp_path: Path, dtype: mx.Dtype) -> None:
+    folder = copied(target_folder, tmp_path / "m")
+    weights = mx.load(str(target_folder / "model.safetensors"))
+    mx.save_safetensors(str(folder / "model.safetensors"), {n: w.astype(dtype) for n, w in weights.items()})
+    model = load(str(folder))[0].target.model
+    assert {w.dtype for w in parameters(model).values()} == {dtype}
+
+
+def test_mixed_float_types_become_bfloat16(target_folder: Path, tmp_path: Path) -> None:
+    folder = copied(target_folder, tmp_path / "m")
+    weights = mx.load(str(target_folder / "model.safetensors"))
+    mixed = {n: w.astype(mx.float32 if "norm" in n else mx.float16) for n, w in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), mixed)
+    engine, tokenizer = load(str(folder))
+    assert {w.dtype for w in parameters(engine.target.model).values()} == {mx.bfloat16}
+    assert engine.target.dtype == engine.target.pool.data.dtype == mx.bfloat16
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "changes, numbers",
+    [
+        ({"hidden_size": 128}, ("hidden size 128", "64")),
+        ({"vocab_size": 500}, ("vocabulary size 500", str(len(TOKENS)))),
+        ({"num_target_layers": 6}, ("number of target layers 6", "4")),
+    ],
+)
+def test_a_drafter_of_another_target(
+    target_folder: Path, tmp_path: Path, changes: dict[str, int], numbers: tuple[str, str]
+) -> None:
+    drafter = write_dflash2(tmp_path / "d", **changes)
+    message = refusal(DrafterMismatch, str(target_folder), str(drafter))
+    assert message == (
+        f"{drafter} expects {numbers[0]}; target {target_folder} has {numbers[1]}. "
+        "Use a drafter trained for this target."
+    )
+
+
+def test_a_target_is_no_drafter(target_folder: Path) -> None:
+    refusal(DrafterMismatch, str(target_folder), str(target_folder))
+
+
+def test_a_drafter_that_is_nowhere(target_folder: Path) -> None:
+    assert "'nowhere'" in refusal(DownloadError, str(target_folder), "nowhere")
+
+
+def test_an_empty_folder_is_no_drafter(target_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refusal(DrafterMismatch, str(target_folder), str(tmp_path / "empty"))
+
+
+def quantized_drafter(folder: Path) -> Path:
+    """Write a drafter whose matrices are packed, and return its folder."""
+    config = dflash2_config(vocab_size=len(TOKENS), mask_token_id=2)
+    tensors = {}
+    for name, value in random_tensors(config).items():
+        if name.endswith("proj.weight") and value.shape[-1] % 32 == 0:
+            packed = mx.quantize(value.astype(mx.bfloat16), group_size=32, bits=8)
+            stem = name.removesuffix("weight")
+            tensors |= {stem + part: t for part, t in zip(("weight", "scales", "biases"), packed, strict=True)}
+        else:
+            tensors[name] = value
+    write_dflash2(folder)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    return folder
+
+
+def test_a_quantized_drafter(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = quantized_drafter(tmp_path / "d")
+    target = load(str(target_folder))[0].target
+    unpacked, packed = (load_dflash2(folder, target, "d", unpack=unpack) for unpack in (True, False))
+    assert mx.uint32 in {w.dtype for w in parameters(packed.model).values()}
+    assert mx.uint32 not in {w.dtype for w in parameters(unpacked.model).values()}
+    for on_cpu in (True, False):
+        monkeypatch.setattr(models, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        drafter: Any = models.load_drafter(str(folder), target)
+        assert (mx.uint32 in {w.dtype for w in parameters(drafter.model).values()}) != on_cpu
+
+
+def test_a_quantized_and_a_plain_drafter_leave_the_text_alone(
+    target_folder: Path, drafter_folder: Path, tmp_path: Path
+) -> None:
+    texts = set()
+    for drafter in (None, str(drafter_folder), str(quantized_drafter(tmp_path / "d"))):
+        engine, tokenizer = load(str(target_folder), drafter)
+        texts.add(generate(engine, tokenizer, "hello", max_tokens=24, num_draft_tokens=7 if drafter else 0))
+    assert len(texts) == 1
