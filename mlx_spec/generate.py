@@ -154,10 +154,11 @@ def logit_bias(text: str) -> dict[int, float]:
 
 def add_eos_token(tokenizer: Any, token: str) -> None:
     """Let a token, given by text or id, end the answer. Raises RequestError."""
-    try:
-        tokenizer.add_eos_token(token)
-    except ValueError:
-        raise RequestError(f"--extra-eos-token {token!r} is no token of this model.") from None
+    # Asked here, because a tokenizer with an unknown-token takes every text for that one.
+    known = int(token) < len(tokenizer) if token.isdecimal() else token in tokenizer.get_vocab()
+    if not known:
+        raise RequestError(f"--extra-eos-token {token!r} is no token of this model.")
+    tokenizer.add_eos_token(token)
 
 
 def chat_prompt(tokenizer: Any, text: str, args: argparse.Namespace) -> str | list[int]:
@@ -177,9 +178,11 @@ def chat_prompt(tokenizer: Any, text: str, args: argparse.Namespace) -> str | li
         raise RequestError(
             f"--chat-template-config takes a JSON object, not {args.chat_template_config!r}."
         ) from None
-    rendered = tokenizer.apply_chat_template(
-        messages, tokenize=False, continue_final_message=continued, add_generation_prompt=not continued, **config
-    )
+    ending = {"continue_final_message": continued, "add_generation_prompt": not continued}
+    try:
+        rendered = tokenizer.apply_chat_template(messages, **{**config, **ending, "tokenize": False})
+    except Exception as error:  # templates raise what they like
+        raise RequestError(f"The model's chat template refuses the messages: {error}") from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
