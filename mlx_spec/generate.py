@@ -5,12 +5,13 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
 
 from mlx_spec.errors import MlxSpecError, RequestError
-from mlx_spec.generation import GenerationResponse, make_sampling, stream_generate
+from mlx_spec.generation import GenerationResponse, generate, make_sampling, stream_generate
 from mlx_spec.models import load
 from mlx_spec.row_check import RowCheck
 from mlx_spec.sampling import Sampling
@@ -239,6 +240,14 @@ def print_summary(last: GenerationResponse, form: str) -> None:
         return
     print(f"{'=' * 10}\n{last.statistics}\nPeak memory: {last.peak_memory:.3f} GB", file=sys.stderr)
 
+
+class CallableModule(ModuleType):
+    """Callable, because an import puts this module in the place of the function ``mlx_spec.generate``."""
+
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     with suppress(BrokenPipeError):

@@ -1,6 +1,5 @@
 """``python -m mlx_spec.generate``: answers on standard output, everything else on standard error."""
 
-import importlib.util
 import io
 import json
 import os
@@ -8,20 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_folders import write_dflash2, write_model
 
+import mlx_spec
 from mlx_spec import generate, load
+from mlx_spec.generate import PrefillBar, generation_options, main, setup_arg_parser
 
-# Loaded as ``python -m`` does: an import would put the module in the place of the function mlx_spec.generate.
-SPEC = importlib.util.find_spec("mlx_spec.generate")
-assert SPEC is not None and SPEC.loader is not None
-COMMAND: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(COMMAND)
-main, setup_arg_parser = COMMAND.main, COMMAND.setup_arg_parser
-
+COMMAND = sys.modules["mlx_spec.generate"]
 CONTEXT = 200_000  # so that a generation without limit takes long enough to be stopped
 STATS = {
     "prompt_tokens",
@@ -192,7 +186,7 @@ def test_flags_reach_the_generation() -> None:
     argv = "-m 7 --stop x y --prefill-step-size 9 --temp 0.5 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 8"
     argv += " --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --accept rejection"
     argv += ' --draft-tokens 3 --logit-bias {"198":-5}'
-    assert COMMAND.generation_options(setup_arg_parser().parse_args(argv.split())) == dict(
+    assert generation_options(setup_arg_parser().parse_args(argv.split())) == dict(
         max_tokens=7,
         stop=["x", "y"],
         prefill_step_size=9,
@@ -299,6 +293,14 @@ def test_an_error_in_a_process_ends_with_1_and_no_traceback(model: str, tmp_path
     assert done.stderr == f"error: {tmp_path} is no model: it has no config.json.\n"
 
 
+def test_importing_the_command_leaves_the_function_of_its_name_callable(model: str) -> None:
+    assert sys.modules["mlx_spec.generate"] is COMMAND
+    engine, tokenizer = load(model)
+    assert mlx_spec.generate(engine, tokenizer, "hello", max_tokens=4) == generate(
+        engine, tokenizer, "hello", max_tokens=4
+    )
+
+
 def start(*argv: str) -> subprocess.Popen[bytes]:
     line = [sys.executable, "-m", "mlx_spec.generate", *argv]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -355,7 +357,7 @@ def test_a_short_prompt_shows_no_bar(model: str, capsys: Capture) -> None:
 
 
 def test_the_bar_goes_away_when_reading_is_interrupted(capsys: Capture) -> None:
-    with pytest.raises(KeyboardInterrupt), COMMAND.PrefillBar(8) as bar:
+    with pytest.raises(KeyboardInterrupt), PrefillBar(8) as bar:
         bar.update(0, 100)
         bar.update(8, 100)
         raise KeyboardInterrupt
