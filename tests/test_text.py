@@ -168,6 +168,7 @@ def test_a_stop_string_inside_one_token_cuts_the_token(merged_tokenizer: Any) ->
     assert [merged_tokenizer.decode([t]) for t in tokens] == ["x", " the"]
     assert stream(merged_tokenizer, tokens, ["h"]) == (["x", " t"], 1)
     assert stream(merged_tokenizer, tokens, [" t"]) == (["x", ""], 1)
+    assert stream(merged_tokenizer, tokens, ["e", "t"]) == (["x", " "], 1), "the first of two in one token"
 
 
 def test_a_stop_string_across_tokens_is_held_back_whole(byte_tokenizer: Any) -> None:

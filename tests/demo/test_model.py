@@ -132,9 +132,7 @@ def test_row_order_agrees_with_rotating_neighbouring_rows(converted: Path) -> No
             layer, kind = name.split(".")[2], name.split(".")[-1]
             direct[name] = stored[f"blk.{layer}.{'attn_q' if 'q_proj' in name else 'attn_k'}.{kind}"]
     tokens = mx.array([[5, 9, 200, 31, 77, 8, 120]])
-    assert mx.allclose(
-        load_model(converted)[0](tokens), tiny_llama(direct, True)(tokens), rtol=1e-3, atol=1e-3
-    )
+    assert mx.allclose(load_model(converted)[0](tokens), tiny_llama(direct, True)(tokens), rtol=1e-3, atol=1e-3)
 
 
 def test_arrays_keep_their_values_and_dtypes(converted: Path) -> None:
@@ -310,9 +308,7 @@ def test_a_disk_that_fills_up(cache: Path, monkeypatch: pytest.MonkeyPatch, erro
         raise error
 
     monkeypatch.setattr(model, "convert_gguf", convert)
-    with pytest.raises(
-        DownloadError, match="writing there failed: .*(No space|Unable to write).* MLX_SPEC_CACHE"
-    ):
+    with pytest.raises(DownloadError, match="writing there failed: .*(No space|Unable to write).* MLX_SPEC_CACHE"):
         demo_model_folder()
     assert list(cache.iterdir()) == []
 
