@@ -57,6 +57,9 @@ class Sampling:
         for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        numbers = [*(self.logit_bias or {}).values(), self.presence_penalty or 0, self.frequency_penalty or 0]
+        if any(math.isnan(number) for number in numbers):
+            raise RequestError("logit_bias and penalties must be numbers, not NaN.")
         if self.accept not in ("coupled", "rejection"):
             raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
 

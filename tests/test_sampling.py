@@ -159,6 +159,8 @@ def test_penalties_come_before_the_filters() -> None:
         ({"temp": -0.1}, r"temp must lie between 0.0 and inf, not -0.1"),
         ({"temp": math.inf}, r"temp must lie between .* not inf"),
         ({"temp": math.nan}, r"temp must lie between .* not nan"),
+        ({"logit_bias": {3: math.nan}}, r"must be numbers, not NaN"),
+        ({"frequency_penalty": math.nan}, r"must be numbers, not NaN"),
         ({"temp": 1.0, "top_k": 2.5}, r"top_k must be a whole number, not 2.5"),
         ({"top_p": 1.5}, r"top_p must lie between 0.0 and 1.0, not 1.5"),
         ({"top_p": -0.5}, r"top_p must lie between 0.0 and 1.0, not -0.5"),

@@ -47,7 +47,8 @@ class Target:
         """Wrap a model that mlx-lm loaded, with its ``config.json``.
 
         ``max_kv_size`` is the number of token positions that all sequences together may cache.
-        Raises UnsupportedModel for an architecture that the rows forward does not know.
+        Raises UnsupportedModel for an architecture that the rows forward does not know, RequestError for a
+        ``max_kv_size`` below 1.
         """
         self.family = family_of(config, name)
         self.name = name
@@ -59,7 +60,9 @@ class Target:
         self.context = int(config.get("max_position_embeddings") or DEFAULT_CONTEXT)
         self.dtype = model.model.norm.weight.dtype
         attention = self.layers[0].self_attn
-        capacity = max_kv_size or self.context
+        if max_kv_size is not None and max_kv_size < 1:
+            raise RequestError(f"max_kv_size must be at least 1, not {max_kv_size}.")
+        capacity = self.context if max_kv_size is None else max_kv_size
         self.pool = PagePool(
             self.num_layers,
             attention.n_kv_heads,

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
-from mlx_spec.errors import ContextFull, UnsupportedModel
+from mlx_spec.errors import ContextFull, RequestError, UnsupportedModel
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, 96, 90)]
@@ -103,3 +103,9 @@ def test_context_end_is_an_error_that_says_the_numbers() -> None:
 def test_an_unknown_architecture_is_refused_in_one_sentence() -> None:
     with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mistral, qwen2, qwen3, qwen3_moe"):
         Target(tiny_model("llama"), {"model_type": "mamba"}, "some/model")
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_a_cache_without_room_is_refused(size: int) -> None:
+    with pytest.raises(RequestError, match=f"max_kv_size must be at least 1, not {size}"):
+        tiny_target(max_kv_size=size)
