@@ -1,6 +1,5 @@
 """From names to loaded models: the target, its tokenizer and its drafter."""
 
-import json
 import os
 from pathlib import Path
 from textwrap import shorten
@@ -12,6 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
+from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
 from mlx_spec.demo import DRAFTER_FOLDER
 from mlx_spec.demo.model import demo_model_folder
@@ -45,7 +45,7 @@ def load(
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
     """
     folder = resolve(model, progress)
-    config = read_config(folder, model)
+    config = read_config(folder, model, "model", ModelError)
     family_of(config, model)
     try:
         loaded, _ = load_model(folder, lazy=True)
@@ -93,19 +93,6 @@ def resolve(name: str, progress: bool = False) -> Path:
         raise DownloadError(
             f"{name} is no folder here and could not be fetched from Hugging Face{offline}: {reason}"
         ) from error
-
-
-def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """Read a model's ``config.json``. Raises ModelError when there is none or it is not JSON."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise ModelError(f"{name} is no model: it has no config.json.") from None
-    except ValueError as error:
-        raise ModelError(f"{name}: config.json is not valid JSON ({error}).") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{name}: config.json holds a {type(config).__name__}, not an object.")
-    return config
 
 
 def fit_to_machine(model: nn.Module) -> nn.Module:

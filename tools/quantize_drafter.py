@@ -13,10 +13,12 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlx_spec.drafters.checkpoint import load_tensors, read_json_config, read_tensors
+from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import native_names
+from mlx_spec.errors import DrafterMismatch
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -60,7 +62,7 @@ def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 def main() -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args()
-    config = read_json_config(args.source, str(args.source))
+    config = read_config_file(args.source, str(args.source), "drafter", DrafterMismatch)
     model = DraftModel(read_config(config, str(args.source)))
     load_tensors(model, native_names(read_tensors(args.source, str(args.source))), str(args.source))
     args.out.mkdir(parents=True, exist_ok=True)

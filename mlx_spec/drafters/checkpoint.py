@@ -1,6 +1,5 @@
-"""Reading a drafter's checkpoint: its configuration, its tensors, and whether they fit the modules."""
+"""Reading a drafter's tensors, and whether they fit its modules."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import DrafterMismatch
-
-
-def read_json_config(folder: Path, name: str) -> dict[str, Any]:
-    """Read ``config.json``. Raises DrafterMismatch when it is missing or not JSON."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise DrafterMismatch(f"{name} is no drafter: it has no config.json.") from None
-    except ValueError as error:
-        raise DrafterMismatch(f"{name}: config.json is not valid JSON ({error}).") from None
-    if not isinstance(config, dict):
-        raise DrafterMismatch(f"{name}: config.json holds a {type(config).__name__}, not an object.")
-    return config
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:

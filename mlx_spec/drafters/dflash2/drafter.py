@@ -9,8 +9,9 @@ import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
 from metal_kernels import topk_rows
+from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.base import Choose, Committed, Proposal
-from mlx_spec.drafters.checkpoint import load_tensors, read_json_config, read_tensors
+from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
 from mlx_spec.drafters.dflash2.context import ContextKV, ContextWriter
@@ -115,7 +116,7 @@ def load_dflash2(folder: Path, target: Target, name: str, unpack: bool = False) 
     ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU.
     Raises DrafterMismatch when the checkpoint is incomplete or was made for another target.
     """
-    raw = read_json_config(folder, name)
+    raw = read_config_file(folder, name, "drafter", DrafterMismatch)
     config = read_config(raw, name)
     check_target(config, target, name)
     model = DraftModel(config)
