@@ -303,7 +303,13 @@ def test_importing_the_command_leaves_the_function_of_its_name_callable(model: s
 
 def start(*argv: str) -> subprocess.Popen[bytes]:
     line = [sys.executable, "-m", "mlx_spec.generate", *argv]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    return subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize("stats", ["text", "json"])
