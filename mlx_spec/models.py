@@ -37,8 +37,8 @@ def load(
     """Load a target with its drafter, and return the engine and the tokenizer.
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
-    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model,
-    if any; None for none.
+    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the
+    model, if any; None for none.
     max_kv_size: token positions that all sequences together may cache (default: the model's context).
     Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
     the memory: MLX's quantised CPU product costs as much per row as the first row.
@@ -99,7 +99,7 @@ def fit_to_machine(model: nn.Module) -> nn.Module:
     """Unpack quantised weights where that is faster, settle on one floating type, and evaluate the weights."""
     weights = dict(tree_flatten(model.parameters()))
     packed = any(name.endswith(".scales") for name in weights)
-    if packed and on_cpu() and unpacked_bytes(weights) < memory_bytes() // 2:
+    if packed and on_cpu() and unpacked_bytes(model) < memory_bytes() // 2:
         model = dequantize_model(model)
         model.set_dtype(mx.bfloat16)
     floating = {w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating)}
@@ -109,9 +109,10 @@ def fit_to_machine(model: nn.Module) -> nn.Module:
     return model
 
 
-def unpacked_bytes(weights: dict[str, mx.array]) -> int:
-    """Return an upper bound of the bytes of weights in bfloat16: packed ones hold 4 bits or more a weight."""
-    return sum(w.nbytes * (4 if w.dtype == mx.uint32 else 1) for w in weights.values())
+def unpacked_bytes(model: nn.Module) -> int:
+    """Return the bytes that the quantised weights of a model take in bfloat16."""
+    modules = [module for _, module in model.named_modules() if "scales" in module]
+    return sum(2 * module.scales.size * module.group_size for module in modules)
 
 
 def memory_bytes() -> int:
