@@ -125,6 +125,7 @@ class Engine:
         """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
         started = time.perf_counter()
         statistics, request, history = generation.statistics, generation.request, generation.tokens
+        generation.sequence.require(1)
         depth = self._depth(generation)
         timed = depth > 0 and statistics.rounds % TIMED_EVERY == 0
 

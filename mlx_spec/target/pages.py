@@ -118,7 +118,7 @@ class Sequence:
         Raises ContextFull, with nothing changed, when the pool has too few free pages.
         """
         positions = range(self.length, self.length + rows.shape[0])
-        self._make_room(positions)
+        self._make_room(len(positions))
         self.pool.write(
             [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions], rows
         )
@@ -138,17 +138,25 @@ class Sequence:
         """Give all pages back."""
         self.rewind(0)
 
-    def _make_room(self, positions: range) -> None:
-        last = -(-positions.stop // PAGE_SLOTS)
-        first = positions.start // PAGE_SLOTS
-        shared = [i for i in range(first, len(self.pages)) if self.pool.is_shared(self.pages[i])]
-        needed = last - len(self.pages) + len(shared)
+    def require(self, count: int) -> None:
+        """Raise ContextFull when the pool has too few free pages for ``count`` more positions."""
+        needed = self._pages_for(count) - len(self.pages) + len(self._shared())
         if needed > self.pool.free_pages:
             raise ContextFull(
-                f"{len(positions)} more tokens behind position {self.length} need {needed} KV pages, "
+                f"{count} more tokens behind position {self.length} need {needed} KV pages, "
                 f"{self.pool.free_pages} of {self.pool.max_pages} are free; "
                 "close a sequence or load the model with a larger max_kv_size."
             )
-        for i in shared:
+
+    def _make_room(self, count: int) -> None:
+        self.require(count)
+        for i in self._shared():
             self.pages[i] = self.pool.own(self.pages[i])
-        self.pages += [self.pool.allocate() for _ in range(last - len(self.pages))]
+        self.pages += [self.pool.allocate() for _ in range(self._pages_for(count) - len(self.pages))]
+
+    def _pages_for(self, count: int) -> int:
+        return -(-(self.length + count) // PAGE_SLOTS)
+
+    def _shared(self) -> list[int]:
+        """Places in ``pages``, from the first that is not full on, whose pages have other owners too."""
+        return [i for i in range(self.length // PAGE_SLOTS, len(self.pages)) if self.pool.is_shared(self.pages[i])]
