@@ -99,11 +99,11 @@ def fit_to_machine(model: nn.Module) -> nn.Module:
     """Unpack quantised weights where that is faster, settle on one floating type, and evaluate the weights."""
     weights = dict(tree_flatten(model.parameters()))
     packed = any(name.endswith(".scales") for name in weights)
-    if packed and on_cpu() and unpacked_bytes(model) < memory_bytes() // 2:
-        model = dequantize_model(model)
-        model.set_dtype(mx.bfloat16)
     floating = {w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating)}
-    if len(floating) > 1:
+    unpack = packed and on_cpu() and unpacked_bytes(model) < memory_bytes() // 2
+    if unpack:
+        model = dequantize_model(model)
+    if unpack or len(floating) > 1:
         model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
     return model

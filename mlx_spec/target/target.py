@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
-from metal_kernels import attention_rows
+from metal_kernels import attention_rows, linear_rows
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target.families import family_of
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
@@ -89,12 +88,7 @@ class Target:
         head = getattr(self.model, "lm_head", None) or self.model.model.embed_tokens
         rows = {name: value[token_ids] for name, value in head.parameters().items()}
         mx.eval(rows)
-        if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            packed = {"group_size": head.group_size, "bits": head.bits, "mode": head.mode}
-            return lambda x: mx.quantized_matmul(
-                x, rows["weight"], rows["scales"], rows.get("biases"), transpose=True, **packed
-            )
-        return lambda x: x @ rows["weight"].T
+        return lambda x: linear_rows(x, rows, head)
 
     def forward(self, batch: SequenceOf[tuple[Sequence, mx.array]], taps: SequenceOf[int] = ()) -> Pass:
         """Run the next rows of one or more sequences; nothing becomes part of a sequence.

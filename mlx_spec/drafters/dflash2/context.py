@@ -6,6 +6,7 @@ rows that the window still sees move to its front and ``base`` moves on. There i
 
 import mlx.core as mx
 
+from metal_kernels import linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.errors import PositionError
 
@@ -82,21 +83,14 @@ class ContextKV:
         slots = 0 if self.rows is None else self.rows.shape[0]
         if needed <= slots:
             return
-        kept = (
-            []
-            if self.rows is None
-            else [self.rows[self.cursor - self.base - self._kept() : self.cursor - self.base]]
-        )
-        self.base = self.cursor - self._kept()
-        size = FIRST_SLOTS
-        while size < 2 * (self._kept() + rows.shape[0]):
-            size *= 2
-        empty = mx.zeros((size - self._kept(), *rows.shape[1:]), dtype=rows.dtype)
-        self.rows = mx.concatenate([*kept, empty])
-
-    def _kept(self) -> int:
         held = self.cursor - self.base
-        return held if self.keep is None else min(held, self.keep)
+        kept = held if self.keep is None else min(held, self.keep)
+        size = FIRST_SLOTS
+        while size < 2 * (kept + rows.shape[0]):
+            size *= 2
+        empty = mx.zeros((size - kept, *rows.shape[1:]), dtype=rows.dtype)
+        self.rows = empty if self.rows is None else mx.concatenate([self.rows[held - kept : held], empty])
+        self.base = self.cursor - kept
 
 
 class ContextWriter:
@@ -137,10 +131,8 @@ class ContextWriter:
 
     def _fuse(self) -> dict[str, mx.array]:
         names = self.linears[0].parameters().keys()
-        if (
-            len({tuple((n, v.shape, v.dtype) for n, v in sorted(p.parameters().items())) for p in self.linears})
-            > 1
-        ):
+        layouts = {tuple((n, v.shape, v.dtype) for n, v in sorted(p.parameters().items())) for p in self.linears}
+        if len(layouts) > 1:
             return {}
         fused = {name: mx.concatenate([linear[name] for linear in self.linears]) for name in names}
         mx.eval(fused)
@@ -152,16 +144,4 @@ class ContextWriter:
     def _project(self, x: mx.array) -> mx.array:
         if not self.fused:
             return mx.concatenate([linear(x) for linear in self.linears], axis=-1)
-        if "scales" not in self.fused:
-            return x @ self.fused["weight"].T
-        first = self.linears[0]
-        return mx.quantized_matmul(
-            x,
-            self.fused["weight"],
-            self.fused["scales"],
-            self.fused.get("biases"),
-            transpose=True,
-            group_size=first.group_size,
-            bits=first.bits,
-            mode=first.mode,
-        )
+        return linear_rows(x, self.fused, self.linears[0])
