@@ -1,0 +1,39 @@
+"""Which implementation of each operation runs on this machine.
+
+``native`` is our kernel, whose rows do not depend on each other. ``stock`` is MLX's own operation, or a composition
+of them where it has none: on the CPU its rows are independent too (in bfloat16), on GPUs they are not. ``reference``
+is the plain formula in float32, for debugging.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from metal_kernels.launch import can_launch
+
+Implementation = Literal["native", "stock", "reference"]
+VARIABLE = "MLX_SPEC_KERNELS"
+
+_wanted: Implementation | None = None
+
+
+def implementation() -> Implementation:
+    """Return what runs now: what ``using`` or the environment asks for, else native kernels where they run."""
+    wanted = _wanted or os.environ.get(VARIABLE)
+    if wanted not in (None, "native", "stock", "reference"):
+        raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock or reference.")
+    if wanted in (None, "native"):
+        return "native" if can_launch() else "stock"
+    return wanted
+
+
+@contextmanager
+def using(wanted: Implementation | None) -> Iterator[None]:
+    """Run operations by ``wanted`` inside the block, where this machine can."""
+    global _wanted
+    before, _wanted = _wanted, wanted
+    try:
+        yield
+    finally:
+        _wanted = before

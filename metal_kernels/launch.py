@@ -1,0 +1,92 @@
+"""A kernel body, and how it is launched: on an Apple GPU, or on an NVIDIA GPU through the CUDA dialect."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from metal_kernels import cuda_dialect
+
+FOLDER = Path(__file__).parent
+BODY = "// body\n"
+Launcher = Callable[..., list[mx.array]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: ``<name>.metal`` holds helper functions, then a line ``// body``, then the body.
+
+    inputs, outputs: the names that the body gives to its buffers. includes: names of ``.metal`` files whose text
+    goes before the helpers. cuda_twin: name of a ``.cu`` file of the same form that NVIDIA GPUs run instead.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    includes: tuple[str, ...] = ()
+    cuda_twin: str | None = None
+
+    def text(self, file: str | None = None) -> tuple[str, str]:
+        """Return (helpers, body) of the ``.metal`` file, or of the file that is named."""
+        helpers, body = (FOLDER / (file or f"{self.name}.metal")).read_text().split(BODY)
+        return "".join((FOLDER / name).read_text() for name in self.includes) + helpers, body
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        template: Sequence[tuple[str, Any]],
+        groups: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Launch ``groups`` threadgroups of ``threads`` threads; returns the outputs, not initialised before.
+
+        template: names and values (dtypes, ints, bools) that the text is specialised for.
+        """
+        return (_launcher or _gpu_launcher)(self)(
+            inputs=list(inputs),
+            template=list(template),
+            grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
+            threadgroup=threads,
+            output_shapes=list(shapes),
+            output_dtypes=list(dtypes),
+        )
+
+
+_launcher: Callable[[Kernel], Launcher] | None = None
+
+
+@contextmanager
+def launching(launcher: Callable[[Kernel], Launcher]) -> Iterator[None]:
+    """Launch every kernel through ``launcher``; this is how the emulator of the tests runs the ``.metal`` text."""
+    global _launcher
+    before, _launcher = _launcher, launcher
+    try:
+        yield
+    finally:
+        _launcher = before
+
+
+def can_launch() -> bool:
+    """Whether kernels run here: on the default device, or through the emulator."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return _launcher is not None or (on_gpu and (mx.metal.is_available() or mx.cuda.is_available()))
+
+
+@cache
+def _gpu_launcher(kernel: Kernel) -> Launcher:
+    names = {"input_names": list(kernel.inputs), "output_names": list(kernel.outputs)}
+    if mx.metal.is_available():
+        helpers, body = kernel.text()
+        return mx.fast.metal_kernel(name=kernel.name, source=body, header=helpers, **names)
+    if kernel.cuda_twin:
+        helpers, body = kernel.text(kernel.cuda_twin)
+    else:
+        helpers, body = cuda_dialect.translate(*kernel.text())
+    return mx.fast.cuda_kernel(name=kernel.name, source=body, header=helpers, **names)
