@@ -1,8 +1,8 @@
 """Which implementation of each operation runs on this machine.
 
-``native`` is our kernel, whose rows do not depend on each other. ``stock`` is MLX's own operation, or a composition
-of them where it has none: on the CPU its rows are independent too (in bfloat16), on GPUs they are not. ``reference``
-is the plain formula in float32, for debugging.
+``native`` is our kernel, whose rows do not depend on each other. ``stock`` is MLX's own operation, or a
+composition of them where it has none: on the CPU its rows are independent too (in bfloat16), on GPUs they are not.
+``reference`` is the plain formula in float32, for debugging.
 """
 
 import os
