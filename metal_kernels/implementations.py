@@ -8,7 +8,7 @@ composition of them where it has none: on the CPU its rows are independent too (
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 from metal_kernels.launch import can_launch
 
@@ -20,12 +20,12 @@ _wanted: Implementation | None = None
 
 def implementation() -> Implementation:
     """Return what runs now: what ``using`` or the environment asks for, else native kernels where they run."""
-    wanted = _wanted or os.environ.get(VARIABLE)
+    wanted = _wanted or os.environ.get(VARIABLE) or None
     if wanted not in (None, "native", "stock", "reference"):
         raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock or reference.")
     if wanted in (None, "native"):
         return "native" if can_launch() else "stock"
-    return wanted
+    return cast(Implementation, wanted)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -81,12 +81,12 @@ def can_launch() -> bool:
 
 @cache
 def _gpu_launcher(kernel: Kernel) -> Launcher:
-    names = {"input_names": list(kernel.inputs), "output_names": list(kernel.outputs)}
+    names: dict[str, Any] = {"input_names": list(kernel.inputs), "output_names": list(kernel.outputs)}
     if mx.metal.is_available():
         helpers, body = kernel.text()
-        return mx.fast.metal_kernel(name=kernel.name, source=body, header=helpers, **names)
+        return cast(Launcher, mx.fast.metal_kernel(name=kernel.name, source=body, header=helpers, **names))
     if kernel.cuda_twin:
         helpers, body = kernel.text(kernel.cuda_twin)
     else:
         helpers, body = cuda_dialect.translate(*kernel.text())
-    return mx.fast.cuda_kernel(name=kernel.name, source=body, header=helpers, **names)
+    return cast(Launcher, mx.fast.cuda_kernel(name=kernel.name, source=body, header=helpers, **names))

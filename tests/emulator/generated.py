@@ -64,7 +64,7 @@ def generate(
 ) -> str:
     """Return what MLX compiles on a Mac: while it traces an export, ``verbose`` prints it on any machine."""
     helpers, body = kernel.text()
-    metal_kernel = mx.fast.metal_kernel(
+    metal_kernel: Any = mx.fast.metal_kernel(
         name=kernel.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),

@@ -73,8 +73,8 @@ def _launch(
                 differing = np.flatnonzero(np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)) // dtype.size
                 raise EmulatorError(
                     f"{kernel.name}: output '{name}' depends on the order of threads or on memory that was never "
-                    f"written ({ways[0].name} against {way.name} order): {len(np.unique(differing))} elements, the "
-                    f"first at flat index {differing[0]}: a race, a missing barrier, or an element left unwritten"
+                    f"written ({ways[0].name} against {way.name} order): {len(np.unique(differing))} elements, "
+                    f"the first at flat index {differing[0]}: a race, a missing barrier, or an element left unwritten"
                 )
     return [
         _as_mlx(raw, shape, dtype)
