@@ -98,5 +98,5 @@ def _compile(cpp: str, lint: str | None, flags: list[str], library: Path) -> Non
 def _start_lint(lint: str, folder: str) -> subprocess.Popen[str]:
     source = Path(folder, "lint.cpp")
     source.write_text(lint)
-    command = [COMPILER, "-std=c++17", "-fsyntax-only", "-nostdinc", "-w", "-I", str(HERE), str(source)]
+    command = [COMPILER, "-std=c++14", "-fsyntax-only", "-nostdinc", "-w", "-I", str(HERE), str(source)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

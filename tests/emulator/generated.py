@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from emulator.errors import EmulatorError
+from emulator.lint import complaint, declarations
 from metal_kernels import launch
 from metal_kernels.launch import Kernel
 
@@ -106,53 +107,47 @@ def _printed() -> Iterator[list[str]]:
             printed.append(file.read().decode())
 
 
-def _as_cpp(kernel: Kernel, text: str) -> Program:
-    helpers, body = kernel.text()
-    if not text.startswith(helpers) or body not in text:
-        raise EmulatorError(f"{kernel.name}: MLX generates a text that does not hold the kernel's:\n{text}")
-    at = text.index(body, len(helpers))
-    signature, rest = text[len(helpers) : at], text[at + len(body) :]
-    call = _call(kernel, signature, rest)
-    if re.search(_THREADGROUP_ARRAY, helpers):
-        raise EmulatorError(f"{kernel.name}: threadgroup arrays belong into the body, helpers take pointers")
-    if found := re.search(r"(?m)^\s*threadgroup [^*&(\[;]*;", body):
-        raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: threadgroup variables are declared as arrays")
-    own = helpers.count("\n") - sum(text.count("\n") for _, text in _included(kernel))
-    numbered = "".join(f'#line 1 "{name}"\n{included}' for name, included in _included(kernel))
-    numbered += f'#line 1 "{kernel.name}.metal"\n' + helpers[sum(len(text) for _, text in _included(kernel)) :]
-    parts = [numbered, signature, f'\n#line {own + 2} "{kernel.name}.metal"\n', body, f'\n#line 1 "MLX"\n{rest}']
-    plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", "".join(parts)))
-    lint = re.sub(_THREADGROUP_ARRAY, r"\1static threadgroup ", plain)
-    lint = re.sub(r"\b((?:float|half|bfloat|char|uchar|short|ushort|int|uint)[234])(?=\()", r"make_\1", lint)
-    return Program(
-        text,
-        f'#include "metal.h"\n{_declare_arrays(plain)}{call}',
-        f'#include "address_spaces.h"\n{lint}',
-    )
-
-
 # Metal has no double: a literal without a suffix is a float.
 _FLOAT = re.compile(r"(?<![\w.])(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
 # The same declarations as in metal_kernels.cuda_dialect.
 _THREADGROUP_ARRAY = re.compile(r"(?m)^(\s*)threadgroup (?=[^;(]*\[[^;]*;)")
+_DECLARATION = re.compile(r"(?m)^(\s*)threadgroup ([\w:]+)\s+((?:\w+\s*(?:\[[^\[\];]+\]\s*)+,?\s*)+);")
 
 
-def _included(kernel: Kernel) -> list[tuple[str, str]]:
-    return [(name, (launch.FOLDER / name).read_text()) for name in kernel.includes]
+def _as_cpp(kernel: Kernel, text: str) -> Program:
+    helpers, body = kernel.text()
+    if not text.startswith(helpers) or body not in text:
+        raise EmulatorError(f"{kernel.name}: MLX generates a text that does not hold the kernel's:\n{text}")
+    if said := complaint(re.sub("//.*", "", helpers + body)):
+        raise EmulatorError(f"{kernel.name}: Metal would refuse this kernel: {said}")
+    at = text.index(body, len(helpers))
+    signature, rest = text[len(helpers) : at], text[at + len(body) :]
+    text_by_file = "".join([*_numbered(kernel, signature), f'#line 1 "MLX"\n{rest}'])
+    plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", text_by_file))
+    if found := re.search(r"(?m)^\s*threadgroup [^*&(]*?;", _DECLARATION.sub("", plain)):
+        raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: the form is `threadgroup type name[size];`")
+    cpp = f'#include "metal.h"\n{_DECLARATION.sub(_declare, plain)}{_call(kernel, signature, rest)}'
+    return Program(text, cpp, declarations(plain, _THREADGROUP_ARRAY))
 
 
-def _declare_arrays(text: str) -> str:
+def _numbered(kernel: Kernel, signature: str) -> Iterator[str]:
+    """Yield the parts of the text up to the end of the body; compilers then count lines as the files do."""
+    helpers, body = kernel.text()
+    for name in kernel.includes:
+        included = (launch.FOLDER / name).read_text()
+        helpers = helpers.removeprefix(included)
+        yield f'#line 1 "{name}"\n{included}'
+    yield f'#line 1 "{kernel.name}.metal"\n{helpers}{signature}'
+    yield f'#line {helpers.count(chr(10)) + 2} "{kernel.name}.metal"\n{body}'
+
+
+def _declare(found: re.Match[str]) -> str:
     """Turn ``threadgroup T a[N], b[M];`` into references to memory that the runtime gives and checks."""
-
-    def declare(match: re.Match[str]) -> str:
-        space, kind, names = match.groups()
-        return space + "".join(
-            f"typedef {kind} {name}_array{sizes}; "
-            f'auto& {name} = emulator::threadgroup_array<{name}_array>("{name}"); '
-            for name, sizes in re.findall(r"(\w+)\s*((?:\[[^\[\]]*\]\s*)+)", names)
-        )
-
-    return re.sub(r"(?m)^(\s*)threadgroup ([\w:]+)\s+([^;()*&]*\[[^;]*);", declare, text)
+    before, kind, names = found.groups()
+    return before + "".join(
+        f'typedef {kind} {name}_array{sizes}; auto& {name} = emulator::threadgroup_array<{name}_array>("{name}"); '
+        for name, sizes in re.findall(r"(\w+)\s*((?:\[[^\[\]]*\]\s*)+)", names)
+    )
 
 
 def _call(kernel: Kernel, signature: str, rest: str) -> str:

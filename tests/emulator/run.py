@@ -74,7 +74,7 @@ def _launch(
                 raise EmulatorError(
                     f"{kernel.name}: output '{name}' depends on the order of threads or on memory that was never "
                     f"written ({ways[0].name} against {way.name} order): {len(np.unique(differing))} elements, "
-                    f"the first at flat index {differing[0]}: a race, a missing barrier, or an element left unwritten"
+                    f"the first at flat index {differing[0]}: a race, a missing barrier, or an unwritten element"
                 )
     return [
         _as_mlx(raw, shape, dtype)
