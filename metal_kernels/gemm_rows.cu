@@ -1,56 +1,74 @@
-// The tensor core twin of gemm_rows.metal: x and weight in bfloat16 or float16, K a multiple of 32.
+// The tensor core twin of gemm_rows.metal: x and weight in bfloat16 or float16, K a multiple of 8.
 //
-// A block makes 16 * TILES output columns; its warps share K in chunks of 32. Every row count runs the same tile.
+// A block makes 16 * TILES output columns; its warps take chunks of 64 k in turns, each through its own ring in
+// shared memory. Every row count runs the same tile.
 // body
-constexpr int COLUMNS = 16 * TILES, ROW_TILES = (R + 7) / 8, CHUNKS = K / 32;
+constexpr int COLUMNS = 16 * TILES, ROW_TILES = (R + 7) / 8, PIECES = 8, CHUNKS = (K + 63) / 64;
 constexpr int WIDTH = GATED ? N / 2 : N, OUT = GATED ? COLUMNS / 2 : COLUMNS;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, part = lane & 3;
 const int first = blockIdx.x * OUT;
 
-int row_of[TILES][2];
-#pragma unroll
-for (int m = 0; m < TILES; m++)
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int column = m * 16 + half * 8 + quad;
-    bool is_up = GATED && column >= OUT;
-    int n = min(first + (is_up ? column - OUT : column), WIDTH - 1);
-    row_of[m][half] = is_up ? WIDTH + n : n;
-  }
+// The weight row behind a column of the block; beyond the last one it is repeated, and not written.
+auto row_of = [&](int column) {
+  bool is_up = GATED && column >= OUT;
+  int n = first + (is_up ? column - OUT : column);
+  if (WIDTH % OUT) n = min(n, WIDTH - 1);
+  return is_up ? WIDTH + n : n;
+};
+__shared__ uint4 memory[WARPS * STAGES * COLUMNS * PIECES];
+static_assert(sizeof(memory) >= WARPS * COLUMNS * ROW_TILES * 8 * sizeof(float), "the sums reuse the rings");
+Ring<COLUMNS, PIECES, STAGES, K * 2> ring(memory + warp * STAGES * COLUMNS * PIECES, weight, row_of);
 
-float acc[TILES][ROW_TILES][4] = {};
-for (int start = warp; start < CHUNKS; start += WARPS * UNROLL) {
-  uint4 words[UNROLL][TILES][2];
+// x is read one chunk ahead.
+uint4 next_x[2][ROW_TILES];
+const T* x_row = x + quad * K + part * 8;
+auto read_ahead = [&](int chunk) {
 #pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    int chunk = min(start + u * WARPS, CHUNKS - 1);
-#pragma unroll
-    for (int m = 0; m < TILES; m++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        words[u][m][half] = __ldcs(
-            reinterpret_cast<const uint4*>(weight + size_t(row_of[m][half]) * K + chunk * 32 + part * 8));
-  }
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    int chunk = start + u * WARPS;
-    if (chunk >= CHUNKS) break;
+  for (int side = 0; side < 2; side++)
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (r * 8 + quad < R) b = __ldg(reinterpret_cast<const uint4*>(x + (r * 8 + quad) * K + chunk * 32 + part * 8));
+      int k = chunk * 64 + side * 32;
+      next_x[side][r] = make_uint4(0, 0, 0, 0);
+      if (r * 8 + quad < R && (K % 64 == 0 || k + part * 8 < K))
+        next_x[side][r] = __ldg(reinterpret_cast<const uint4*>(x_row + r * 8 * K + k));
+    }
+};
+
+float acc[TILES][ROW_TILES][4] = {};
 #pragma unroll
-      for (int m = 0; m < TILES; m++) {
-        const uint4 low = words[u][m][0], high = words[u][m][1];
-        const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-        multiply_tile<T>(acc[m][r], even, b.x, b.y);
-        multiply_tile<T>(acc[m][r], odd, b.z, b.w);
+for (int s = 0; s < STAGES - 1; s++) ring.fetch(warp + s * WARPS, s, warp + s * WARPS < CHUNKS);
+if (warp < CHUNKS) read_ahead(warp);
+int stage = 0;
+for (int chunk = warp; chunk < CHUNKS; chunk += WARPS) {
+  wait_copies<STAGES - 2>();
+  __syncwarp();
+  int ahead = chunk + (STAGES - 1) * WARPS;
+  ring.fetch(ahead, (stage + STAGES - 1) % STAGES, ahead < CHUNKS);
+  uint4 b[2][ROW_TILES];
+#pragma unroll
+  for (int side = 0; side < 2; side++)
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) b[side][r] = next_x[side][r];
+  if (chunk + WARPS < CHUNKS) read_ahead(chunk + WARPS);
+#pragma unroll
+  for (int side = 0; side < 2; side++)
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      const uint4 low = *ring.piece(stage, m * 16 + quad, side * 4 + part);
+      const uint4 high = *ring.piece(stage, m * 16 + 8 + quad, side * 4 + part);
+      const unsigned even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; r++) {
+        multiply_tile<T>(acc[m][r], even, b[side][r].x, b[side][r].y);
+        multiply_tile<T>(acc[m][r], odd, b[side][r].z, b[side][r].w);
       }
     }
-  }
+  stage = (stage + 1) % STAGES;
 }
 
-__shared__ float sums[WARPS * COLUMNS * ROW_TILES * 8];
+wait_copies<0>();
+__syncthreads();
+float* sums = reinterpret_cast<float*>(memory);
 #pragma unroll
 for (int m = 0; m < TILES; m++)
 #pragma unroll

@@ -45,3 +45,53 @@ __device__ __forceinline__ void finish_columns(
     out[row * width + n] = T(value);
   }
 }
+
+// Copies 16 bytes to shared memory behind the warp's back, or zeros when ``there`` is false.
+__device__ __forceinline__ void copy_async(uint4* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0));
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;"); }
+// Waits until at most PENDING of the groups of copies that this thread ended are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
+
+// Where piece p of 16 bytes of a row lies: spread so that the lanes of a warp meet no bank twice.
+template <int PIECES>
+__device__ __forceinline__ int place(int row, int piece) {
+  int spread = PIECES == 4 ? (row & 2) | ((row >> 2) & 1) : (row & 1) << 2;
+  return row * PIECES + (piece ^ spread);
+}
+
+// A warp's own ring of chunks: COLUMNS rows of PIECES * 16 bytes each, STAGES deep, cut out of ROW_BYTES long rows.
+template <int COLUMNS, int PIECES, int STAGES, int ROW_BYTES>
+struct Ring {
+  static constexpr int COPIES = COLUMNS * PIECES / 32;
+  static constexpr bool WHOLE = ROW_BYTES % (PIECES * 16) == 0;
+  uint4* stages;
+  const char* from[COPIES];  // this lane's pieces of chunk 0
+  int lane;
+
+  template <typename RowOf>
+  __device__ __forceinline__ Ring(uint4* stages, const void* weight, RowOf row_of)
+      : stages(stages), lane(threadIdx.x & 31) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+      from[i] = static_cast<const char*>(weight) + size_t(row_of((i * 32 + lane) / PIECES)) * ROW_BYTES;
+  }
+  __device__ __forceinline__ void fetch(int chunk, int stage, bool there) {
+    if (there) {
+      int piece = lane % PIECES, at = (chunk * PIECES + piece) * 16;
+      bool inside = WHOLE || at < ROW_BYTES;
+#pragma unroll
+      for (int i = 0; i < COPIES; i++)
+        copy_async(stages + stage * COLUMNS * PIECES + place<PIECES>((i * 32 + lane) / PIECES, piece),
+                   from[i] + (inside ? at : 0), inside);
+    }
+    end_copies();
+  }
+  // The 16 byte piece of a row of a stage.
+  __device__ __forceinline__ const uint4* piece(int stage, int row, int piece) const {
+    return stages + stage * COLUMNS * PIECES + place<PIECES>(row, piece);
+  }
+};
