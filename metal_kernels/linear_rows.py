@@ -1,25 +1,139 @@
-"""A linear map over output rows that were cut out of a module, or joined out of several."""
+"""Linear maps over rows: the weights of one module, of several modules that read the same rows, or a part of one."""
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
+
+from metal_kernels.gemm_rows import gemm_rows
+from metal_kernels.implementations import implementation
+from metal_kernels.qmm_rows import qmm_rows
+
+MAX_ROWS = 16
 
 
-def linear_rows(x: mx.array, rows: dict[str, mx.array], packed_as: Any) -> mx.array:
-    """Apply output rows: x [..., I] to [..., N].
+@dataclass(frozen=True)
+class Packing:
+    """How MLX packed quantised weights: ``mode`` affine has scales and biases, the others only scales."""
 
-    rows: ``weight`` [N, I], or its quantised triple ``weight``, ``scales``, ``biases``, packed as the quantised
-    module ``packed_as`` says (group size, bits, mode).
+    group_size: int
+    bits: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Weights [N, K] as MLX holds them, quantised when ``packing`` is set, and an additive ``bias`` [N] or None."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    bias: mx.array | None = None
+    packing: Packing | None = None
+
+    @staticmethod
+    def of(module: nn.Module) -> "Linear":
+        """Take the weights of a linear or embedding module, quantised or not; nothing is copied.
+
+        Raises TypeError for a module that holds anything else, such as a LoRA layer.
+        """
+        tensors = dict(module.parameters())
+        unknown = sorted(tensors.keys() - {"weight", "scales", "biases", "bias"})
+        if unknown or "weight" not in tensors:
+            raise TypeError(f"{type(module).__name__} with {sorted(tensors)} is no plain or quantised linear map.")
+        packing = Packing(module.group_size, module.bits, module.mode) if "scales" in tensors else None
+        return Linear(**tensors, packing=packing)
+
+    @staticmethod
+    def joined(modules: Sequence[nn.Module]) -> tuple["Linear", ...]:
+        """Lay the output rows of several modules side by side, so that one launch computes them all.
+
+        The modules become views of the joined arrays, so nothing is held twice. Modules that are packed unlike
+        each other stay apart: then one Linear for each is returned. Raises TypeError like ``of``.
+        """
+        parts = tuple(Linear.of(module) for module in modules)
+        if len({part._layout for part in parts}) > 1:
+            return parts
+        whole = {name: mx.concatenate([module[name] for module in modules]) for name in modules[0].parameters()}
+        mx.eval(whole)
+        start = 0
+        for module, part in zip(modules, parts, strict=True):
+            stop = start + part.size
+            module.update({name: value[start:stop] for name, value in whole.items()})
+            start = stop
+        return (Linear(**whole, packing=parts[0].packing),)
+
+    def rows(self, index: mx.array) -> "Linear":
+        """Return a copy of the output rows ``index`` [N]."""
+        return replace(self, **{name: value[index] for name, value in self.tensors.items()})
+
+    @property
+    def size(self) -> int:
+        """Number of output rows N."""
+        return self.weight.shape[0]
+
+    @property
+    def tensors(self) -> dict[str, mx.array]:
+        """The arrays that are there, by name."""
+        return {n: v for n, v in vars(self).items() if isinstance(v, mx.array)}
+
+    @property
+    def _layout(self) -> Hashable:
+        tensors = tuple((name, value.shape[1:], value.dtype) for name, value in self.tensors.items())
+        return tensors, self.packing
+
+
+def linear_rows(
+    x: mx.array, linears: Linear | tuple[Linear, ...], *, residual: mx.array | None = None, gated: bool = False
+) -> mx.array:
+    """Apply a linear map, or several whose outputs stand side by side, to rows: x [..., K] to [..., N].
+
+    ``residual`` [..., N] is added. With ``gated`` the first N / 2 outputs are gates: silu(gate) * up, [..., N / 2].
+    Up to 16 rows of plain or affine weights run through our kernels where these run; more rows, and other
+    packings, through MLX's own.
     """
-    if "scales" not in rows:
-        return x @ rows["weight"].T
-    return mx.quantized_matmul(
-        x,
-        rows["weight"],
-        rows["scales"],
-        rows.get("biases"),
-        transpose=True,
-        group_size=packed_as.group_size,
-        bits=packed_as.bits,
-        mode=packed_as.mode,
-    )
+    if isinstance(linears, Linear):
+        return _one(x, linears, residual, gated)
+    if len(linears) == 1:
+        return _one(x, linears[0], residual, gated)
+    return _finish(mx.concatenate([_one(x, each, None, False) for each in linears], axis=-1), residual, gated)
+
+
+def module_rows(x: mx.array, module: nn.Module) -> mx.array:
+    """Apply a linear module to rows [..., K], see ``linear_rows``."""
+    return linear_rows(x, Linear.of(module))
+
+
+def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) -> mx.array:
+    rows = x.size // x.shape[-1]
+    affine = linear.packing is None or linear.packing.mode == "affine"
+    if rows > MAX_ROWS or not affine or implementation() == "stock":
+        return _finish(_stock(x, linear), residual, gated)
+    flat = x.reshape(rows, -1)
+    extras: dict[str, Any] = {"bias": linear.bias, "gated": gated}
+    extras["residual"] = None if residual is None else residual.reshape(rows, -1)
+    if linear.packing is None:
+        out = gemm_rows(flat, linear.weight, **extras)
+    else:
+        assert linear.scales is not None and linear.biases is not None
+        packed = {"group_size": linear.packing.group_size, "bits": linear.packing.bits}
+        out = qmm_rows(flat, linear.weight, linear.scales, linear.biases, **packed, **extras)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _stock(x: mx.array, linear: Linear) -> mx.array:
+    if linear.packing is None:
+        out = x @ linear.weight.T
+    else:
+        packing = {"group_size": linear.packing.group_size, "bits": linear.packing.bits, "mode": linear.packing.mode}
+        out = mx.quantized_matmul(x, linear.weight, linear.scales, linear.biases, transpose=True, **packing)
+    return out if linear.bias is None else out + linear.bias
+
+
+def _finish(out: mx.array, residual: mx.array | None, gated: bool) -> mx.array:
+    if gated:
+        gate, up = mx.split(out, 2, axis=-1)
+        out = nn.silu(gate) * up
+    return out if residual is None else residual + out

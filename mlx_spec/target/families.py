@@ -6,18 +6,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import moe_rows
+from metal_kernels import Linear, linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
 
-
-def dense(mlp: Any, x: mx.array) -> mx.array:
-    """Run a feed-forward module over rows: [R, H] to [R, H]."""
-    return mlp(x)
+FeedForward = Callable[[mx.array, mx.array], mx.array]
+"""The feed-forward sublayer: (normed rows [R, H], residual [R, H]) to the sum [R, H]."""
 
 
-def dense_or_experts(mlp: Any, x: mx.array) -> mx.array:
-    """Run a layer of a mixture-of-experts model, some of whose layers may be dense: [R, H] to [R, H]."""
-    return moe_rows(mlp, x) if hasattr(mlp, "switch_mlp") else mlp(x)
+def dense(mlp: Any) -> FeedForward:
+    """Return the gated feed-forward of an MLP module."""
+    gate_up, down = Linear.joined([mlp.gate_proj, mlp.up_proj]), Linear.of(mlp.down_proj)
+    return lambda x, residual: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
+
+
+def dense_or_experts(mlp: Any) -> FeedForward:
+    """Return the feed-forward of a mixture-of-experts model's layer; some layers may be dense."""
+    if not hasattr(mlp, "switch_mlp"):
+        return dense(mlp)
+    return lambda x, residual: residual + moe_rows(mlp, x)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Family:
     """Where a family departs from the plain pre-norm transformer with grouped-query attention."""
 
     qk_norm: bool = False
-    feed_forward: Callable[[Any, mx.array], mx.array] = dense
+    feed_forward: Callable[[Any], FeedForward] = dense
 
 
 FAMILIES = {

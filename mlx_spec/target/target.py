@@ -7,12 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import attention_rows, linear_rows
+from metal_kernels import MAX_ROWS, Cached, Linear, attention_rows, is_traceable, linear_rows
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target.families import family_of
+from mlx_spec.target.layers import Layer, Norm
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
 
 DEFAULT_CONTEXT = 8192
+# Page numbers in the smallest page table.
+MIN_TABLE = 8
 
 
 @dataclass(frozen=True)
@@ -49,26 +52,31 @@ class Target:
         Raises UnsupportedModel for an architecture that the rows forward does not know, RequestError for a
         ``max_kv_size`` below 1.
         """
-        self.family = family_of(config, name)
+        family = family_of(config, name)
+        if max_kv_size is not None and max_kv_size < 1:
+            raise RequestError(f"max_kv_size must be at least 1, not {max_kv_size}.")
         self.name = name
         self.model = model
-        self.layers = model.model.layers
+        self.layers = [
+            Layer.of(module, family, model.model.sliding_window if is_sliding(module) else None, name)
+            for module in model.model.layers
+        ]
+        self.norm = Norm.of(model.model.norm)
         self.num_layers = len(self.layers)
         self.hidden_size = int(model.args.hidden_size)
         self.vocab_size = int(model.args.vocab_size)
         self.context = int(config.get("max_position_embeddings") or DEFAULT_CONTEXT)
-        self.dtype = model.model.norm.weight.dtype
-        attention = self.layers[0].self_attn
-        if max_kv_size is not None and max_kv_size < 1:
-            raise RequestError(f"max_kv_size must be at least 1, not {max_kv_size}.")
+        self.dtype = self.norm.weight.dtype
         capacity = self.context if max_kv_size is None else max_kv_size
+        first = self.layers[0]
         self.pool = PagePool(
             self.num_layers,
-            attention.n_kv_heads,
-            attention.k_proj.weight.shape[0] // attention.n_kv_heads,
+            first.kv_heads,
+            sum(part.size for part in first.qkv) // (first.heads + 2 * first.kv_heads),
             self.embed(mx.array([0])).dtype,
             -(-capacity // PAGE_SLOTS),
         )
+        self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., tuple[mx.array, ...]]] = {}
 
     def open(self) -> Sequence:
         """Start an empty sequence in this target's pool."""
@@ -80,15 +88,13 @@ class Target:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output head to final hidden states: [..., H] to [..., V]."""
-        head = getattr(self.model, "lm_head", None)
-        return self.model.model.embed_tokens.as_linear(hidden) if head is None else head(hidden)
+        return linear_rows(hidden, self._head)
 
     def head_for(self, token_ids: mx.array) -> Callable[[mx.array], mx.array]:
         """Return the output head restricted to ``token_ids`` [N]: a function from [..., H] to [..., N]."""
-        head = getattr(self.model, "lm_head", None) or self.model.model.embed_tokens
-        rows = {name: value[token_ids] for name, value in head.parameters().items()}
-        mx.eval(rows)
-        return lambda x: linear_rows(x, rows, head)
+        rows = self._head.rows(token_ids)
+        mx.eval(*rows.tensors.values())
+        return lambda x: linear_rows(x, rows)
 
     def forward(self, batch: SequenceOf[tuple[Sequence, mx.array]], taps: SequenceOf[int] = ()) -> Pass:
         """Run the next rows of one or more sequences; nothing becomes part of a sequence.
@@ -102,22 +108,15 @@ class Target:
                     f"{self.name} has {self.context} positions; {tokens.size} tokens behind "
                     f"{sequence.length} do not fit."
                 )
-        groups = [Group.of(sequence, tokens.size) for sequence, tokens in batch]
-        starts = tuple(sum(g.count for g in groups[:i]) for i in range(len(groups)))
-        positions = mx.concatenate([mx.arange(g.length, g.length + g.count) for g in groups])
-        x = self.embed(mx.concatenate([tokens for _, tokens in batch]))
-        tapped, kv = {}, []
-        for index, layer in enumerate(self.layers):
-            queries, keys, values = self._project(layer, x, positions)
-            attended = self._attend(index, groups, starts, queries, keys, values)
-            x = x + layer.self_attn.o_proj(attended.reshape(x.shape[0], -1))
-            x = x + self.family.feed_forward(layer.mlp, layer.post_attention_layernorm(x))
-            kv.append(mx.stack([keys, values], axis=1))
-            if index in taps:
-                tapped[index] = x
-        hidden = tapped[self.num_layers] = self.model.model.norm(x)
-        features = mx.concatenate([tapped[t] for t in taps], axis=-1) if taps else hidden[:, :0]
-        return Pass(hidden, features, mx.stack(kv, axis=1), starts)
+        counts = tuple(tokens.size for _, tokens in batch)
+        run = self._runner(counts, tuple(taps))
+        hidden, features, kv = run(
+            mx.concatenate([tokens for _, tokens in batch]),
+            page_table([sequence.pages for sequence, _ in batch]),
+            mx.array([sequence.length for sequence, _ in batch], dtype=mx.int32),
+            self.pool.data,
+        )
+        return Pass(hidden, features, kv, tuple(sum(counts[:i]) for i in range(len(counts))))
 
     def commit(self, sequence: Sequence, accepted: Pass) -> None:
         """Make the accepted rows of a pass part of their sequence (lazily, see PagePool.write)."""
@@ -153,60 +152,52 @@ class Target:
             mx.eval(self.pool.data)
             on_progress(start + chunk.size, len(tokens))
 
-    def _project(self, layer: Any, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        attention = layer.self_attn
-        x = layer.input_layernorm(x)
-        queries = attention.q_proj(x).reshape(x.shape[0], attention.n_heads, -1)
-        keys = attention.k_proj(x).reshape(x.shape[0], attention.n_kv_heads, -1)
-        values = attention.v_proj(x).reshape(x.shape[0], attention.n_kv_heads, -1)
-        if self.family.qk_norm:
-            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-        # mlx-lm's RoPE modules take one offset per batch entry: every row is a batch entry of length 1.
-        queries = attention.rope(queries[:, :, None], offset=positions)[:, :, 0]
-        keys = attention.rope(keys[:, :, None], offset=positions)[:, :, 0]
-        return queries, keys, values
+    @property
+    def _head(self) -> Linear:
+        return Linear.of(getattr(self.model, "lm_head", None) or self.model.model.embed_tokens)
 
-    def _attend(
-        self,
-        index: int,
-        groups: SequenceOf["Group"],
-        starts: SequenceOf[int],
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-    ) -> mx.array:
-        window = self.model.model.sliding_window if self._is_sliding(index) else None
-        outputs = []
-        for group, start in zip(groups, starts, strict=True):
-            part = slice(start, start + group.count)
-            outputs.append(
-                attention_rows(
-                    queries[part],
-                    keys[part],
-                    values[part],
-                    self.pool.data,
-                    index,
-                    group.pages,
-                    group.length,
-                    scale=self.layers[index].self_attn.scale,
-                    window=window,
-                )
+    def _runner(self, counts: tuple[int, ...], taps: tuple[int, ...]) -> Callable[..., tuple[mx.array, ...]]:
+        """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
+
+        def run(
+            tokens: mx.array, pages: mx.array, lengths: mx.array, pool: mx.array
+        ) -> tuple[mx.array, mx.array, mx.array]:
+            return self._run(tokens, Cached(pages, lengths, counts), pool, taps)
+
+        if sum(counts) > MAX_ROWS or not is_traceable():
+            return run
+        if (counts, taps) not in self._compiled:
+            self._compiled[counts, taps] = mx.compile(run)
+        return self._compiled[counts, taps]
+
+    def _run(
+        self, tokens: mx.array, cached: Cached, pool: mx.array, taps: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        positions, x = cached.positions(), self.embed(tokens)
+        tapped, kv = {}, []
+        for index, layer in enumerate(self.layers):
+            queries, keys_values = layer.project(x, positions)
+            keys, values = keys_values
+            attended = attention_rows(
+                queries, keys, values, pool, index, cached, scale=layer.scale, window=layer.window
             )
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+            x = layer.finish(x, attended)
+            kv.append(keys_values)
+            if index in taps:
+                tapped[index] = x
+        hidden = tapped[self.num_layers] = self.norm(x)
+        features = mx.concatenate([tapped[t] for t in taps], axis=-1) if taps else hidden[:, :0]
+        return hidden, features, mx.stack(kv).transpose(2, 0, 1, 3, 4)
 
-    def _is_sliding(self, index: int) -> bool:
-        return bool(getattr(self.layers[index], "use_sliding", False))
+
+def is_sliding(layer: Any) -> bool:
+    """Whether a decoder layer of mlx-lm sees the newest positions only."""
+    return bool(getattr(layer, "use_sliding", False))
 
 
-@dataclass(frozen=True)
-class Group:
-    """The rows of one sequence in a pass: how many, and the pages and positions that stand before them."""
-
-    pages: mx.array
-    length: int
-    count: int
-
-    @staticmethod
-    def of(sequence: Sequence, count: int) -> "Group":
-        """Describe ``count`` new rows of a sequence."""
-        return Group(mx.array(sequence.pages, dtype=mx.int32), sequence.length, count)
+def page_table(pages: SequenceOf[SequenceOf[int]]) -> mx.array:
+    """Return page numbers [S, P] int32, P a power of two, so that few shapes occur; unused places hold page 0."""
+    size = MIN_TABLE
+    while size < max(len(row) for row in pages):
+        size *= 2
+    return mx.array([[*row, *[0] * (size - len(row))] for row in pages], dtype=mx.int32)

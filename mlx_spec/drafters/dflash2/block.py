@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
-from metal_kernels import dynamic_conv
+from metal_kernels import Rope, dynamic_conv, module_rows, rope_frequencies
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.selector import CandidateSelector
 
@@ -32,13 +32,13 @@ class GroupedDynamicCausalConv(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // config.conv_group_size), bias=False)
 
     def prepare(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Convolve a sublayer's input [..., B, H]; also returns the kernels [..., B, T, G] for ``finish``."""
-        dynamic = self.kernel_projection(x).reshape(*x.shape[:-1], *self._shape)
-        return dynamic_conv(x, self.base_kernel[0], dynamic[..., 0, :, :]), dynamic[..., 1, :, :]
+        """Convolve a sublayer's input [..., B, H]; also returns the kernels [..., B, 2, T, G] for ``finish``."""
+        dynamic = module_rows(x, self.kernel_projection).reshape(*x.shape[:-1], *self._shape)
+        return dynamic_conv(x, self.base_kernel, dynamic, side=0), dynamic
 
-    def finish(self, x: mx.array, dynamic: mx.array) -> mx.array:
-        """Convolve a sublayer's output [..., B, H] with the kernels that ``prepare`` returned."""
-        return dynamic_conv(x, self.base_kernel[1], dynamic)
+    def finish(self, x: mx.array, dynamic: mx.array, residual: mx.array) -> mx.array:
+        """Convolve a sublayer's output [..., B, H] with the kernels that ``prepare`` returned; adds the residual."""
+        return dynamic_conv(x, self.base_kernel, dynamic, residual, side=1)
 
 
 class Attention(nn.Module):
@@ -57,12 +57,12 @@ class Attention(nn.Module):
 
     def queries(self, x: mx.array) -> mx.array:
         """Return normed queries [..., H, D], without position encoding, of rows [..., hidden]."""
-        return self.q_norm(self.q_proj(x).reshape(*x.shape[:-1], self._heads, -1))
+        return self.q_norm(module_rows(x, self.q_proj).reshape(*x.shape[:-1], self._heads, -1))
 
     def keys_values(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return normed keys, without position encoding, and values, both [..., KV, D], of rows [..., hidden]."""
-        keys = self.k_proj(x).reshape(*x.shape[:-1], self._kv_heads, -1)
-        values = self.v_proj(x).reshape(*x.shape[:-1], self._kv_heads, -1)
+        keys = module_rows(x, self.k_proj).reshape(*x.shape[:-1], self._kv_heads, -1)
+        values = module_rows(x, self.v_proj).reshape(*x.shape[:-1], self._kv_heads, -1)
         return self.k_norm(keys), values
 
 
@@ -76,7 +76,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return module_rows(swiglu(module_rows(x, self.gate_proj), module_rows(x, self.up_proj)), self.down_proj)
 
 
 class DraftLayer(nn.Module):
@@ -96,16 +96,18 @@ class DraftLayer(nn.Module):
         """Run rows [N, B, hidden]; ``attend`` is the attention sublayer without its output projection."""
 
         def attention(y: mx.array) -> mx.array:
-            return self.self_attn.o_proj(attend(self.self_attn, y).reshape(*y.shape[:-1], -1))
+            return module_rows(attend(self.self_attn, y).reshape(*y.shape[:-1], -1), self.self_attn.o_proj)
 
-        x = x + self._around("attention_conv", attention, self.input_layernorm(x))
-        return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))
+        x = self._around("attention_conv", attention, self.input_layernorm(x), x)
+        return self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x), x)
 
-    def _around(self, conv_name: str, sublayer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    def _around(
+        self, conv_name: str, sublayer: Callable[[mx.array], mx.array], x: mx.array, residual: mx.array
+    ) -> mx.array:
         if conv_name not in self:
-            return sublayer(x)
+            return residual + sublayer(x)
         prepared, kernels = self[conv_name].prepare(x)
-        return self[conv_name].finish(sublayer(prepared), kernels)
+        return self[conv_name].finish(sublayer(prepared), kernels, residual)
 
 
 class DraftModel(nn.Module):
@@ -128,13 +130,18 @@ class DraftModel(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
+    @property
+    def rope(self) -> Rope:
+        """The position encoding of ``rotate`` as plain data."""
+        return rope_frequencies(self._rope)
+
     def rotate(self, x: mx.array, position: mx.array | int) -> mx.array:
         """Encode positions ``position .. position + B - 1`` into [N, B, heads, D]; a start for all, or each N."""
         return self._rope(x.swapaxes(1, 2), offset=position).swapaxes(1, 2)
 
     def context(self, features: mx.array) -> mx.array:
         """Fuse target features [..., T * H] into what context keys and values are made of: [..., H]."""
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(module_rows(features, self.fc))
 
     def __call__(self, x: mx.array, position: mx.array | int, attend: Attend) -> mx.array:
         """Run blocks of embedded rows [N, B, H] whose anchors stand at ``position``.

@@ -6,11 +6,12 @@ rows that the window still sees move to its front and ``base`` moves on. There i
 
 import mlx.core as mx
 
-from metal_kernels import linear_rows
+from metal_kernels import Linear, context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.errors import PositionError
 
 FIRST_SLOTS = 256
+PAGE_SLOTS = 32
 
 
 class ContextKV:
@@ -71,12 +72,16 @@ class ContextKV:
             )
         self.cursor = min(self.cursor, position)
 
-    def layer(self, index: int, last: int | None) -> tuple[mx.array, mx.array, int]:
-        """Return keys and values [1, S, KV, D] of the ``last`` newest positions (None: all), and the first's."""
-        first = self.base if last is None else max(self.base, self.cursor - last)
-        assert self.rows is not None
-        part = self.rows[first - self.base : self.cursor - self.base, index]
-        return part[None, :, 0], part[None, :, 1], first
+    def pages(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Return what is held as a pool [pages, PAGE_SLOTS, layers, 2, KV, D], its page table and its length.
+
+        Position ``base`` stands in the first slot. Raises PositionError before anything was written.
+        """
+        if self.rows is None:
+            raise PositionError("The context holds no rows yet.")
+        pool = self.rows.reshape(-1, PAGE_SLOTS, *self.rows.shape[1:])
+        length = mx.array([self.cursor - self.base], dtype=mx.int32)
+        return pool, mx.arange(pool.shape[0], dtype=mx.int32)[None], length
 
     def _make_room(self, rows: mx.array) -> None:
         needed = self.cursor - self.base + rows.shape[0]
@@ -96,14 +101,17 @@ class ContextKV:
 class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
-    The k_proj and v_proj weights of all layers are laid side by side once; the layers' own modules become views of
-    that, so nothing is held twice. Where layers are quantised unlike each other, they are projected one by one.
+    The k_proj and v_proj weights of all layers are laid side by side once, where they are packed alike.
     """
 
     def __init__(self, model: DraftModel) -> None:
+        """Join the projections of a loaded model, whose modules become views of them."""
         self.model = model
-        self.linears = [p for layer in model.layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        self.fused = self._fuse()
+        attentions = [layer.self_attn for layer in model.layers]
+        self.linears = Linear.joined([p for a in attentions for p in (a.k_proj, a.v_proj)])
+        self.norms = mx.stack([a.k_norm.weight for a in attentions])
+        self.eps = attentions[0].k_norm.eps
+        self.rope = model.rope
 
     def write(self, context: ContextKV, position: int, features: mx.array) -> None:
         """Append the rows at ``position`` ff. whose target features are [n, T * H].
@@ -118,30 +126,7 @@ class ContextWriter:
         context.append(position, self._rows(features, position))
 
     def _rows(self, features: mx.array, position: int) -> mx.array:
-        fused = self.model.context(features)
-        projected = self._project(fused).reshape(features.shape[0], len(self.model.layers), 2, -1)
-        layers = []
-        for index, layer in enumerate(self.model.layers):
-            norm = layer.self_attn.k_norm
-            keys, values = (
-                projected[:, index, side].reshape(1, features.shape[0], -1, norm.weight.size) for side in (0, 1)
-            )
-            layers.append(mx.stack([self.model.rotate(norm(keys), position)[0], values[0]], axis=1))
-        return mx.stack(layers, axis=1)
-
-    def _fuse(self) -> dict[str, mx.array]:
-        names = self.linears[0].parameters().keys()
-        layouts = {tuple((n, v.shape, v.dtype) for n, v in sorted(p.parameters().items())) for p in self.linears}
-        if len(layouts) > 1:
-            return {}
-        fused = {name: mx.concatenate([linear[name] for linear in self.linears]) for name in names}
-        mx.eval(fused)
-        rows = self.linears[0].weight.shape[0]
-        for i, linear in enumerate(self.linears):
-            linear.update({name: value[i * rows : (i + 1) * rows] for name, value in fused.items()})
-        return fused
-
-    def _project(self, x: mx.array) -> mx.array:
-        if not self.fused:
-            return mx.concatenate([linear(x) for linear in self.linears], axis=-1)
-        return linear_rows(x, self.fused, self.linears[0])
+        count, layers = features.shape[0], len(self.model.layers)
+        projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)
+        positions = mx.arange(position, position + count, dtype=mx.int32)
+        return context_kv(projected, self.norms, positions, self.rope, eps=self.eps)

@@ -8,13 +8,13 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
-from metal_kernels import topk_rows
+from metal_kernels import Cached, attention_rows, topk_rows
 from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.base import Choose, Committed, Proposal
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.context import ContextKV, ContextWriter
+from mlx_spec.drafters.dflash2.context import PAGE_SLOTS, ContextKV, ContextWriter
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.errors import DrafterMismatch, RequestError
 from mlx_spec.target import Target
@@ -39,6 +39,9 @@ class DFlash2Drafter:
         self.mask = target.embed(mx.array([config.mask_token_id]))
         self._embed = target.embed
         self._ids = None if config.draft_token_ids is None else mx.array(config.draft_token_ids)
+        shape = (1, PAGE_SLOTS, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        nothing = mx.zeros((1, 1), dtype=mx.int32), mx.zeros((1,), dtype=mx.int32)
+        self._no_context = mx.zeros(shape, dtype=target.dtype), *nothing
         self._head = target.logits if self._ids is None else target.head_for(self._ids)
 
     def open(self) -> ContextKV:
@@ -77,32 +80,24 @@ class DFlash2Drafter:
         scale = self.config.input_embedding_scale
         x = embedded if scale == 1.0 else embedded * scale
 
+        pool, pages, length = state.pages() if state.cursor > state.base else self._no_context
+        cached = Cached(pages, length, (rows,))
+
         def attend(layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-            return self._attend(state, layer, queries, keys, values)
+            return attention_rows(
+                queries[0],
+                keys[0],
+                values[0],
+                pool,
+                layer,
+                cached,
+                scale=self.config.head_dim**-0.5,
+                window=self.config.windows[layer],
+                block=not self.config.causal[layer],
+                slot_major=True,
+            )[None]
 
         return self.model(x[None], state.cursor, attend)[0]
-
-    def _attend(
-        self, state: ContextKV, layer: int, queries: mx.array, keys: mx.array, values: mx.array
-    ) -> mx.array:
-        window, causal, rows = self.config.windows[layer], self.config.causal[layer], queries.shape[1]
-        at = state.cursor + mx.arange(rows)[:, None]
-        visible = at >= at.T if causal else mx.ones((rows, rows), dtype=mx.bool_)
-        if state.cursor > state.base:
-            past_keys, past_values, first = state.layer(layer, None if window is None else window - 1)
-            past_at = mx.arange(first, state.cursor)[None]
-            seen = mx.ones((rows, past_at.size), dtype=mx.bool_) if window is None else at - past_at < window
-            visible = mx.concatenate([seen, visible], axis=1)
-            keys = mx.concatenate([past_keys, keys], axis=1)
-            values = mx.concatenate([past_values, values], axis=1)
-        out = mx.fast.scaled_dot_product_attention(
-            queries.swapaxes(1, 2),
-            keys.swapaxes(1, 2),
-            values.swapaxes(1, 2),
-            scale=self.config.head_dim**-0.5,
-            mask=visible,
-        )
-        return out.swapaxes(1, 2)
 
     def _transform(self, unary: mx.array) -> mx.array:
         unary = unary * self.config.output_multiplier

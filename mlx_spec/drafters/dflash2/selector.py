@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from metal_kernels import module_rows
 from mlx_spec.drafters.base import Choose
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 
@@ -47,7 +48,7 @@ def gather_candidates(
     unary = unary.astype(mx.float32)
     if selector is None:
         return Candidates(ids, unary, mx.zeros((ids.shape[0], 0)), mx.zeros((*ids.shape, 0)))
-    gates = selector.hidden_projection(hidden).astype(mx.float32)
+    gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
     return Candidates(ids, unary, gates, selector.successor_codebook(ids).astype(mx.float32))
 
 
