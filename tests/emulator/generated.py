@@ -120,9 +120,11 @@ def _as_cpp(kernel: Kernel, text: str) -> Program:
         raise EmulatorError(f"{kernel.name}: MLX generates a text that does not hold the kernel's:\n{text}")
     if said := complaint(re.sub("//.*", "", helpers + body)):
         raise EmulatorError(f"{kernel.name}: Metal would refuse this kernel: {said}")
+    if _THREADGROUP_ARRAY.search(helpers):
+        raise EmulatorError(f"{kernel.name}: a threadgroup array in a helper: Metal takes them in the body alone")
     at = text.index(body, len(helpers))
     signature, rest = text[len(helpers) : at], text[at + len(body) :]
-    text_by_file = "".join([*_numbered(kernel, signature), f'#line 1 "MLX"\n{rest}'])
+    text_by_file = "".join([*_numbered(kernel, signature), f'\n#line 1 "MLX"\n{rest}'])
     plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", text_by_file))
     if found := re.search(r"(?m)^\s*threadgroup [^*&(]*?;", _DECLARATION.sub("", plain)):
         raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: the form is `threadgroup type name[size];`")
