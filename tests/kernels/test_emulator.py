@@ -175,6 +175,24 @@ def test_without_check_one_run_decides(run: Callable[..., list[mx.array]]) -> No
     assert mx.array_equal(y, numbers(32))
 
 
+def test_scratch_outputs_may_stay_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    kernel = Kernel("tried", inputs=("x",), outputs=("y", "z"), scratch=("z",))
+    outputs: dict[str, Any] = {"shapes": [(32,), (32,)], "dtypes": [mx.float32] * 2}
+
+    def launched(body: str) -> list[mx.array]:
+        (tmp_path / "tried.metal").write_text(f"// body\n{LANE}{body}")
+        with launching(launcher):
+            return kernel([numbers(32)], template=[], groups=(1, 1, 1), threads=(32, 1, 1), **outputs)
+
+    y, z = launched("y[i] = x[i]; if (i < 8) z[i] = 2;")
+    assert mx.array_equal(y, numbers(32)) and z[:8].tolist() == [2] * 8
+    with pytest.raises(EmulatorError, match="output 'z' depends on the order"):
+        launched("y[i] = x[i]; z[0] = x[i];")
+    with pytest.raises(EmulatorError, match="output 'y' depends on the order"):
+        launched("z[i] = x[i]; if (i < 8) y[i] = 2;")
+
+
 REFUSED = {
     "pointer without address space": ("", "const float* p = 0; y[0] = x[0];", "`const float. p =`: pointers"),
     "helper without address space": (
