@@ -12,6 +12,7 @@ generate: $(VENV)/installed
 	@$(BIN)/python -m mlx_spec.generate --model demo --prompt "$$PROMPT" $(ARGS)
 
 test: $(VENV)/test-installed check
+	@sh tests/emulator/install_clang.sh
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/test-installed
@@ -20,7 +21,7 @@ check: $(VENV)/test-installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx_spec needs Python 3.11 or later; set PYTHON=python3.12, say")'

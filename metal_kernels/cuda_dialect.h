@@ -99,3 +99,5 @@ struct is_same { static constexpr bool value = false; };
 template <typename A>
 struct is_same<A, A> { static constexpr bool value = true; };
 }  // namespace metal
+// A keyword of Metal, without a namespace.
+using metal::as_type;

@@ -1,20 +1,75 @@
 """The grouped dynamic causal convolution of a DFlash2 block."""
 
+import math
+
 import mlx.core as mx
 
+from metal_kernels.implementations import implementation
+from metal_kernels.launch import Kernel
 
-def dynamic_conv(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
+KERNEL = Kernel("dynamic_conv", inputs=("x", "base", "dynamic", "residual"), outputs=("out",))
+THREADS = 256
+MOST_ROWS = 16
+
+
+def dynamic_conv(
+    x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None = None, side: int | None = None
+) -> mx.array:
     """Convolve each block of rows with a kernel that is partly fixed and partly made from the row itself.
 
-    out[i, c] = sum over t <= i of (base[t, c] + dynamic[i, t, group(c)]) * x[i - t, c]
+    out[i, c] = residual[i, c] + sum over t <= i of (base[t, c] + dynamic[i, t, group(c)]) * x[i - t, c]
 
-    x: [..., B, H] with B the rows of one block, base: [T, H], dynamic: [..., B, T, G] with H a multiple of G.
-    Returns [..., B, H] in the dtype of x. Rows before the first one count as zero.
+    x: [..., B, H] with B the rows of one block, base: [T, H], dynamic: [..., B, T, G] with H a multiple of G,
+    residual: like x, 0 if it is left out. With a ``side``, base is [S, T, H] and dynamic [..., B, S, T, G], and
+    that one of the S kernels is applied: cutting it out first would copy it.
+    Returns [..., B, H] in the dtype of x. Rows before the first one count as zero. Raises ValueError for shapes
+    that do not fit each other.
     Source: Z Lab's DFlash2 (``GroupedDynamicCausalConv`` of PyPI ``dflash`` 0.1.0).
     """
+    _check(x, base, dynamic, residual, side)
+    # Training runs thousands of rows, and needs gradients, which our kernel has not.
+    if implementation() == "native" and x.size // x.shape[-1] <= MOST_ROWS:
+        return _native(x, base, dynamic, residual, side)
+    if side is not None:
+        base, dynamic = base[side], dynamic[..., side, :, :]
+    if implementation() == "reference":
+        return reference_dynamic_conv(x, base, dynamic, residual)
+    out = _convolve(x, base.astype(x.dtype), dynamic)
+    return out if residual is None else residual + out
+
+
+def reference_dynamic_conv(
+    x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None = None
+) -> mx.array:
+    """Do the same, without sides, in float32 with one rounding at the end."""
+    wide = [part.astype(mx.float32) for part in (x, base, dynamic)]
+    out = _convolve(*wide)
+    return (out if residual is None else residual.astype(mx.float32) + out).astype(x.dtype)
+
+
+def _check(x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None, side: int | None) -> None:
+    sides = () if side is None else base.shape[:1]
+    taps, width = base.shape[-2:]
+    groups = dynamic.shape[-1]
+    if (
+        base.shape != (*sides, taps, width)
+        or x.shape[-1:] != (width,)
+        or dynamic.shape != (*x.shape[:-1], *sides, taps, groups)
+        or width % groups
+        or (side is not None and not 0 <= side < base.shape[0])
+        or (residual is not None and residual.shape != x.shape)
+    ):
+        raise ValueError(
+            "dynamic_conv takes x [..., B, H], base [T, H], dynamic [..., B, T, G] with H a multiple of G and a "
+            f"residual like x, or sides before T; not {x.shape}, {base.shape}, {dynamic.shape}, "
+            f"{None if residual is None else residual.shape} with side {side}."
+        )
+
+
+def _convolve(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
     taps, groups = dynamic.shape[-2:]
     grouped = x.reshape(*x.shape[:-1], groups, -1)
-    base = base.reshape(taps, groups, -1).astype(x.dtype)
+    base = base.reshape(taps, groups, -1)
     out = mx.zeros_like(grouped)
     for t in range(min(taps, x.shape[-2])):
         shifted = (
@@ -24,3 +79,27 @@ def dynamic_conv(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
         )
         out = out + base[t] * shifted + dynamic[..., t, :, None] * shifted
     return out.reshape(x.shape)
+
+
+def _native(
+    x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None, side: int | None
+) -> mx.array:
+    block, width = x.shape[-2:]
+    (out,) = KERNEL(
+        [x, base, dynamic, x if residual is None else residual],
+        template=[
+            ("T", x.dtype),
+            ("WIDTH", width),
+            ("TAPS", base.shape[-2]),
+            ("GROUPS", dynamic.shape[-1]),
+            ("SIDES", 1 if side is None else base.shape[0]),
+            ("SIDE", side or 0),
+            ("RESIDUAL", residual is not None),
+            ("THREADS", THREADS),
+        ],
+        groups=(-(-width // THREADS), block, math.prod(x.shape[:-2])),
+        threads=(THREADS, 1, 1),
+        shapes=[x.shape],
+        dtypes=[x.dtype],
+    )
+    return out

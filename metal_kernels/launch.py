@@ -22,6 +22,7 @@ class Kernel:
 
     inputs, outputs: the names that the body gives to its buffers. includes: names of ``.metal`` files whose text
     goes before the helpers. cuda_twin: name of a ``.cu`` file of the same form that NVIDIA GPUs run instead.
+    scratch: outputs that only another kernel reads, so that elements which nobody reads may stay unwritten.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Kernel:
     outputs: tuple[str, ...]
     includes: tuple[str, ...] = ()
     cuda_twin: str | None = None
+    scratch: tuple[str, ...] = ()
 
     def text(self, file: str | None = None) -> tuple[str, str]:
         """Return (helpers, body) of the ``.metal`` file, or of the file that is named."""

@@ -1,8 +1,8 @@
 """Runs the ``.metal`` text of ``metal_kernels`` on a CPU.
 
 The text that MLX generates for a kernel is compiled as C++ against ``metal.h``. Every GPU thread is a fiber on one
-CPU thread (``runtime.cpp``): they run one after the other and change at simdgroup operations and barriers, where all
-threads of a simdgroup or threadgroup must meet. Buffers and threadgroup arrays end at an unmapped page.
+CPU thread (``runtime.cpp``): they run one after the other and change at simdgroup operations and barriers, where
+all threads of a simdgroup or threadgroup must meet. Buffers and threadgroup arrays end at an unmapped page.
 
     with launching(launcher):
         y = wrapper(x)

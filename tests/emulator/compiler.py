@@ -41,20 +41,16 @@ has_clang = "clang" in COMPILER and _version(COMPILER) >= 17
 
 @cache
 def _flags() -> list[str]:
-    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-fwrapv", "-fno-math-errno"]
-    flags += [
-        "-fno-stack-protector",
-        "-fvisibility=hidden",
-        "-U_FORTIFY_SOURCE",
-        "-ftrivial-auto-var-init=pattern",
-    ]
+    flags = "-std=c++20 -O2 -fPIC -shared -w -fvisibility=hidden -fno-strict-aliasing -fwrapv -fno-math-errno"
+    # Locals that were never set are the same in every run, and deep stacks meet their unmapped page.
+    flags += " -ftrivial-auto-var-init=pattern -fno-stack-protector -fstack-clash-protection -U_FORTIFY_SOURCE"
     if platform.machine() in ("x86_64", "AMD64"):
-        flags += ["-mavx2", "-mfma", "-mf16c", "-fcf-protection=none"]
+        flags += " -mavx2 -mfma -mf16c -fcf-protection=none"
     if "clang" in COMPILER:
-        flags += ["-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none"]
+        flags += " -ffp-contract=on -Xclang -ffloat16-excess-precision=none"
     else:
-        flags += ["-ffp-contract=off"] + ["-fexcess-precision=16"] * (_version(COMPILER) >= 13)
-    return flags
+        flags += " -ffp-contract=off" + " -fexcess-precision=16" * (_version(COMPILER) >= 13)
+    return flags.split()
 
 
 # ``metal.h`` defines what these checks call.

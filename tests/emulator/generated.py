@@ -31,6 +31,17 @@ ATTRIBUTES = {
 
 
 @dataclass(frozen=True)
+class Specialisation:
+    """All that MLX's text depends on. inputs: dtype, whether it has no axes, whether it is small."""
+
+    kernel: Kernel
+    text: tuple[str, str]
+    inputs: tuple[tuple[mx.Dtype, bool, bool], ...]
+    template: tuple[tuple[str, type, Any], ...]
+    outputs: tuple[mx.Dtype, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """text: what MLX generates. cpp, lint: the same for ``metal.h`` and for ``address_spaces.h``."""
 
@@ -39,7 +50,12 @@ class Program:
     lint: str
 
 
-_programs: dict[Any, Program] = {}
+_programs: dict[Specialisation, Program] = {}
+
+
+def launched() -> list[Specialisation]:
+    """Return what this process has launched so far."""
+    return list(_programs)
 
 
 def program(
@@ -49,11 +65,15 @@ def program(
     output_dtypes: Sequence[mx.Dtype],
 ) -> Program:
     """Generate a kernel for inputs of these shapes and dtypes, once."""
-    seen = tuple((x.dtype, x.ndim == 0, x.size < 8) for x in inputs)
-    key = (kernel, kernel.text(), seen, tuple((n, type(v), v) for n, v in template), tuple(output_dtypes))
+    key = Specialisation(
+        kernel,
+        kernel.text(),
+        tuple((x.dtype, x.ndim == 0, x.size < 8) for x in inputs),
+        tuple((name, type(value), value) for name, value in template),
+        tuple(output_dtypes),
+    )
     if key not in _programs:
-        text = generate(kernel, inputs, template, output_dtypes)
-        _programs[key] = _as_cpp(kernel, text)
+        _programs[key] = _as_cpp(kernel, generate(kernel, inputs, template, output_dtypes))
     return _programs[key]
 
 
@@ -120,9 +140,11 @@ def _as_cpp(kernel: Kernel, text: str) -> Program:
         raise EmulatorError(f"{kernel.name}: MLX generates a text that does not hold the kernel's:\n{text}")
     if said := complaint(re.sub("//.*", "", helpers + body)):
         raise EmulatorError(f"{kernel.name}: Metal would refuse this kernel: {said}")
+    if _THREADGROUP_ARRAY.search(helpers):
+        raise EmulatorError(f"{kernel.name}: a threadgroup array in a helper: Metal takes them in the body alone")
     at = text.index(body, len(helpers))
     signature, rest = text[len(helpers) : at], text[at + len(body) :]
-    text_by_file = "".join([*_numbered(kernel, signature), f'#line 1 "MLX"\n{rest}'])
+    text_by_file = "".join([*_numbered(kernel, signature), f'\n#line 1 "MLX"\n{rest}'])
     plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", text_by_file))
     if found := re.search(r"(?m)^\s*threadgroup [^*&(]*?;", _DECLARATION.sub("", plain)):
         raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: the form is `threadgroup type name[size];`")

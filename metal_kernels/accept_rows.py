@@ -1,0 +1,60 @@
+"""What a round accepts, and all that the host needs to know of it, in one array."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from metal_kernels.implementations import implementation
+from metal_kernels.launch import Kernel
+
+MOST_FLAGS = 4
+KERNEL = Kernel(
+    "accept_rows", inputs=("drafts", "choices", "flags0", "flags1", "flags2", "flags3"), outputs=("outcome",)
+)
+NO_FLAG = mx.ones((1,), dtype=mx.bool_)
+
+
+def accept_rows(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = ()) -> mx.array:
+    """Accept drafts as long as each equals the target's own choice.
+
+    drafts: [k] int32, k >= 0; choices: [k + 1] int32, what the target chooses in place of each draft and behind
+    the last. flags: up to four bool arrays of any shape.
+    Returns [k + 2 + len(flags)] int32: the drafts, how many of them stand, the target's choice behind those, and
+    for each flag whether all its entries are true. Raises ValueError for other shapes and dtypes.
+    """
+    k = drafts.size
+    if drafts.shape != (k,) or choices.shape != (k + 1,) or {drafts.dtype, choices.dtype} != {mx.int32}:
+        raise ValueError(
+            "accept_rows takes drafts [k] and choices [k + 1] in int32, "
+            f"not {drafts.shape} {drafts.dtype} and {choices.shape} {choices.dtype}."
+        )
+    if len(flags) > MOST_FLAGS or any(flag.dtype != mx.bool_ or not flag.size for flag in flags):
+        found = ", ".join(f"{flag.shape} {flag.dtype}" for flag in flags)
+        raise ValueError(f"accept_rows takes at most {MOST_FLAGS} flags, bool and not empty, not {found}.")
+    if implementation() == "native":
+        return _native(drafts, choices, flags)
+    # Whole numbers: MLX's own operations are the reference as well.
+    return reference_accept_rows(drafts, choices, flags)
+
+
+def reference_accept_rows(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = ()) -> mx.array:
+    """Do the same in MLX's operations."""
+    stands = mx.cumprod((drafts == choices[:-1]).astype(mx.int32)) if drafts.size else drafts
+    count = mx.sum(stands).astype(mx.int32)
+    good = [mx.all(flag).astype(mx.int32)[None] for flag in flags]
+    return mx.concatenate([drafts, count[None], choices[count][None], *good])
+
+
+def _native(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array]) -> mx.array:
+    k, missing = drafts.size, MOST_FLAGS - len(flags)
+    sizes = [flag.size for flag in flags] + [0] * missing
+    (outcome,) = KERNEL(
+        # An empty buffer cannot be bound (without drafts none is read), and a scalar would not be a pointer.
+        [drafts if k else choices, choices, *(flag.reshape(-1) for flag in flags), *[NO_FLAG] * missing],
+        template=[("K", k), *((f"SIZE{i}", size) for i, size in enumerate(sizes))],
+        groups=(1, 1, 1),
+        threads=(32, 1, 1),
+        shapes=[(k + 2 + len(flags),)],
+        dtypes=[mx.int32],
+    )
+    return outcome

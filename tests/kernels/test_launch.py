@@ -1,0 +1,288 @@
+"""How a kernel's text is put together, translated to CUDA and launched, and which implementation is chosen."""
+
+import hashlib
+import importlib
+import pkgutil
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from emulator import generated
+from emulator.compiler import KEPT
+from emulator.generated import Specialisation
+
+import metal_kernels
+from metal_kernels import cuda_dialect, implementations, launch
+from metal_kernels.implementations import VARIABLE, implementation, using
+from metal_kernels.launch import Kernel, can_launch, launching
+
+# ---- the text
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_text_is_helpers_and_body(folder: Path) -> None:
+    (folder / "one.metal").write_text("float one();\n")
+    (folder / "two.metal").write_text("float two();\n")
+    (folder / "added.metal").write_text("// helpers\n// body\ny[0] = one() + two();\n")
+    (folder / "added.cu").write_text("// twin\n// body\ny[0] = 3;\n")
+    kernel = Kernel("added", inputs=(), outputs=("y",), includes=("one.metal", "two.metal"), cuda_twin="added.cu")
+    assert kernel.text() == ("float one();\nfloat two();\n// helpers\n", "y[0] = one() + two();\n")
+    assert kernel.text("added.cu") == ("float one();\nfloat two();\n// twin\n", "y[0] = 3;\n")
+
+
+def test_a_file_without_a_body_is_an_error(folder: Path) -> None:
+    (folder / "headless.metal").write_text("y[0] = 1;\n")
+    with pytest.raises(ValueError):
+        Kernel("headless", inputs=(), outputs=("y",)).text()
+
+
+# ---- CUDA
+
+BODY = """threadgroup float a[32], b[2][K + 1];
+  threadgroup uint c[(K + 31) / 32];
+uint i = thread_index_in_threadgroup;
+const device T* p = x + i;
+threadgroup float* q = a;
+float v = sum((const threadgroup float4*)(q), *(const device uint4*)(p));
+"""
+HELPERS = "template <typename P> inline float f(thread float& to, const constant int* n, P p) { return *p; }\n"
+
+
+def test_address_spaces_disappear_and_arrays_are_shared() -> None:
+    header, source = cuda_dialect.translate(HELPERS, BODY)
+    assert header == cuda_dialect.HEADER.read_text() + (
+        "template <typename P> inline float f(float& to, const int* n, P p) { return *p; }\n"
+    )
+    declared, plain = source.split(";\n", 1)
+    assert declared.startswith("const uint thread_index_in_threadgroup = ")
+    assert plain == (
+        "__shared__ float a[32], b[2][K + 1];\n"
+        "  __shared__ uint c[(K + 31) / 32];\n"
+        "uint i = thread_index_in_threadgroup;\n"
+        "const T* p = x + i;\n"
+        "float* q = a;\n"
+        "float v = sum((const float4*)(q), *(const uint4*)(p));\n"
+    )
+
+
+def test_attributes_that_a_body_names_are_declared() -> None:
+    for name, (kind, value) in cuda_dialect.ATTRIBUTES.items():
+        _, source = cuda_dialect.translate("", f"y[0] = {name};")
+        assert source == f"const {kind} {name} = {value};\ny[0] = {name};"
+    assert cuda_dialect.translate("", "y[0] = 1;")[1] == "y[0] = 1;"
+
+
+# ---- the package's kernels
+
+METAL_ATTRIBUTE = re.compile(
+    r"\b(?:thread|threadgroup|threads|threadgroups|simdgroup|simdgroups|grid)_\w*(?:in|per)_\w+"
+)
+
+
+def texts() -> dict[str, tuple[str, str]]:
+    found = {}
+    for path in sorted(launch.FOLDER.glob("*.metal")):
+        helpers, _, body = path.read_text().partition(launch.BODY)
+        found[path.name] = (helpers, body)
+    return found
+
+
+@pytest.mark.parametrize("name", texts())
+def test_the_dialect_covers_the_texts(name: str) -> None:
+    helpers, body = texts()[name]
+    assert not METAL_ATTRIBUTE.findall(helpers), "attributes are known in the body alone"
+    assert set(METAL_ATTRIBUTE.findall(body)) <= cuda_dialect.ATTRIBUTES.keys()
+    header, source = cuda_dialect.translate(helpers, body)
+    code = re.sub("//.*", "", header.removeprefix(cuda_dialect.HEADER.read_text()) + source)
+    assert not re.findall(r"\b(?:device|constant|thread|threadgroup)\b", code)
+    assert code.count("__shared__") == len(re.findall(r"(?m)^\s*threadgroup \w+ \w+\s*\[", body))
+
+
+def kernels() -> list[Kernel]:
+    """Find the kernels that the package's modules define."""
+    names = [module.name for module in pkgutil.iter_modules(metal_kernels.__path__)]
+    modules = [importlib.import_module(f"metal_kernels.{name}") for name in names]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    return sorted(found, key=lambda kernel: kernel.name)
+
+
+@pytest.fixture
+def launched() -> dict[Kernel, Specialisation]:
+    """What the tests before this one launched, one of each kernel; ``conftest.py`` puts tests that use it last.
+
+    In bfloat16 where there is a choice: it converts least by itself.
+    """
+    found = sorted(generated.launched(), key=lambda one: ("T", type(mx.bfloat16), mx.bfloat16) in one.template)
+    return {one.kernel: one for one in found if one.kernel in kernels()}
+
+
+def test_every_kernel_was_launched(request: pytest.FixtureRequest, launched: dict[Kernel, Specialisation]) -> None:
+    collected = {item.path for item in request.session.items}
+    if not set(Path(__file__).parent.glob("test_*.py")) <= collected or request.config.option.keyword:
+        pytest.skip("needs a run of all tests of kernels")
+    assert launched.keys() == set(kernels())
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
+def test_nvcc_compiles(kernel: Kernel, launched: dict[Kernel, Specialisation], tmp_path: Path) -> None:
+    if kernel not in launched:
+        pytest.skip("needs the tests that launch this kernel in the same run")
+    text = as_mlx_wraps_it(launched[kernel])
+    compiled = KEPT / (hashlib.sha256(text.encode()).hexdigest()[:32] + ".ptx")
+    if not compiled.exists():
+        (tmp_path / "kernel.cu").write_text(text)
+        command = [
+            "nvcc",
+            "-std=c++17",
+            "-arch=sm_90",
+            "-ptx",
+            "-o",
+            str(tmp_path / "ptx"),
+            str(tmp_path / "kernel.cu"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        shutil.copy(tmp_path / "ptx", compiled)
+
+
+CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.bool_: "bool"}
+
+
+def cuda_type(dtype: mx.Dtype) -> str:
+    return CUDA_TYPES.get(dtype) or str(dtype).split(".")[-1] + "_t"
+
+
+def as_mlx_wraps_it(found: Specialisation) -> str:
+    """Return the CUDA form with what ``mx.fast.cuda_kernel`` writes around it."""
+    kernel = found.kernel
+    twin = kernel.cuda_twin
+    header, source = kernel.text(twin) if twin else cuda_dialect.translate(*found.text)
+    values = ""
+    for name, kind, value in found.template:
+        if kind is bool:
+            values += f"constexpr bool {name} = {str(value).lower()};\n"
+        else:
+            values += (
+                f"constexpr int {name} = {value};\n" if kind is int else f"using {name} = {cuda_type(value)};\n"
+            )
+    arguments = [
+        f"const {cuda_type(dtype)}* {name}"
+        for name, (dtype, _, _) in zip(kernel.inputs, found.inputs, strict=True)
+    ]
+    arguments += [f"{cuda_type(dtype)}* {name}" for name, dtype in zip(kernel.outputs, found.outputs, strict=True)]
+    return (
+        "#include <cstdint>\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n#include <cooperative_groups.h>\n"
+        f"{header}\nnamespace mlx::core::cu {{\n"
+        f'extern "C" __global__ void {kernel.name}({", ".join(arguments)}) {{\n{values}{source}\n}}\n}}\n'
+    )
+
+
+# ---- launching
+
+
+def test_a_kernel_is_launched_with_whole_threadgroups(folder: Path) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def launcher(kernel: Kernel) -> launch.Launcher:
+        def call(**settings: Any) -> list[mx.array]:
+            calls.append({"kernel": kernel, **settings})
+            return [mx.ones(3)]
+
+        return call
+
+    kernel = Kernel("counted", inputs=("x",), outputs=("y",))
+    x = mx.zeros(1)
+    with launching(launcher):
+        (y,) = kernel(
+            (x,), template=(("K", 2),), groups=(2, 3, 4), threads=(32, 2, 1), shapes=((3,),), dtypes=(mx.float32,)
+        )
+    assert y.tolist() == [1, 1, 1]
+    assert calls == [
+        {
+            "kernel": kernel,
+            "inputs": [x],
+            "template": [("K", 2)],
+            "grid": (64, 6, 4),
+            "threadgroup": (32, 2, 1),
+            "output_shapes": [(3,)],
+            "output_dtypes": [mx.float32],
+        }
+    ]
+
+
+def test_launchers_nest() -> None:
+    def first(kernel: Kernel) -> launch.Launcher:
+        return lambda **_: [mx.array(1)]
+
+    def second(kernel: Kernel) -> launch.Launcher:
+        return lambda **_: [mx.array(2)]
+
+    def launched() -> Any:
+        sizes = {"groups": (1, 1, 1), "threads": (1, 1, 1)}
+        (y,) = Kernel("nested", inputs=(), outputs=("y",))(
+            [], template=[], **sizes, shapes=[()], dtypes=[mx.int32]
+        )
+        return y.tolist()
+
+    with launching(first):
+        with pytest.raises(KeyError), launching(second):
+            assert launched() == 2
+            raise KeyError
+        assert launched() == 1
+
+
+def test_kernels_run_on_gpus_and_through_launchers() -> None:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        assert not can_launch()
+        with launching(lambda kernel: lambda **_: []):
+            assert can_launch()
+        assert not can_launch()
+    finally:
+        mx.set_default_device(before)
+
+
+# ---- the choice of an implementation
+
+
+@pytest.mark.parametrize("kernels_run", [True, False])
+def test_the_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch, kernels_run: bool) -> None:
+    monkeypatch.setattr(implementations, "can_launch", lambda: kernels_run)
+    native = "native" if kernels_run else "stock"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert implementation() == native
+    for asked, got in (("", native), ("native", native), ("stock", "stock"), ("reference", "reference")):
+        monkeypatch.setenv(VARIABLE, asked)
+        assert implementation() == got
+
+
+@pytest.mark.parametrize("asked", ["metal", "Native", "0"])
+def test_an_unknown_implementation_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv(VARIABLE, asked)
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{asked}'; it takes native, stock or reference"):
+        implementation()
+
+
+def test_using_wins_over_the_environment_until_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "can_launch", lambda: True)
+    monkeypatch.setenv(VARIABLE, "stock")
+    with using("reference"):
+        assert implementation() == "reference"
+        with pytest.raises(KeyError), using("native"):
+            assert implementation() == "native"
+            raise KeyError
+        assert implementation() == "reference"
+        with using(None):
+            assert implementation() == "stock"
+    assert implementation() == "stock"
