@@ -1,7 +1,18 @@
 """Operations of the draft and verify passes, one file each, each with a reference in mlx.core operations."""
 
+from metal_kernels.accept_rows import accept_rows as accept_rows
+from metal_kernels.argmax_rows import argmax_rows as argmax_rows
+from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
 from metal_kernels.dynamic_conv import dynamic_conv as dynamic_conv
+from metal_kernels.implementations import is_traceable as is_traceable
+from metal_kernels.linear_rows import MAX_ROWS as MAX_ROWS
+from metal_kernels.linear_rows import Linear as Linear
 from metal_kernels.linear_rows import linear_rows as linear_rows
+from metal_kernels.linear_rows import module_rows as module_rows
 from metal_kernels.moe_rows import moe_rows as moe_rows
+from metal_kernels.norm_rope import context_kv as context_kv
+from metal_kernels.norm_rope import qkv_norm_rope as qkv_norm_rope
+from metal_kernels.rope import Rope as Rope
+from metal_kernels.rope import rope_frequencies as rope_frequencies
 from metal_kernels.topk_rows import topk_rows as topk_rows

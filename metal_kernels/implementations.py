@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast
 
-from metal_kernels.launch import can_launch
+from metal_kernels.launch import can_launch, is_emulated
 
 Implementation = Literal["native", "stock", "reference"]
 VARIABLE = "MLX_SPEC_KERNELS"
@@ -26,6 +26,11 @@ def implementation() -> Implementation:
     if wanted in (None, "native"):
         return "native" if can_launch() else "stock"
     return cast(Implementation, wanted)
+
+
+def is_traceable() -> bool:
+    """Whether a pass can be compiled into one graph: native kernels on a GPU, which no host code has to read."""
+    return implementation() == "native" and not is_emulated()
 
 
 @contextmanager

@@ -81,6 +81,11 @@ def can_launch() -> bool:
     return _launcher is not None or (on_gpu and (mx.metal.is_available() or mx.cuda.is_available()))
 
 
+def is_emulated() -> bool:
+    """Whether ``launching`` replaces the GPU."""
+    return _launcher is not None
+
+
 @cache
 def _gpu_launcher(kernel: Kernel) -> Launcher:
     names: dict[str, Any] = {"input_names": list(kernel.inputs), "output_names": list(kernel.outputs)}
