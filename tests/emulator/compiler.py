@@ -46,10 +46,12 @@ def _flags() -> list[str]:
     flags += " -ftrivial-auto-var-init=pattern -fno-stack-protector -fstack-clash-protection -U_FORTIFY_SOURCE"
     if platform.machine() in ("x86_64", "AMD64"):
         flags += " -mavx2 -mfma -mf16c -fcf-protection=none"
-    if "clang" in COMPILER:
-        flags += " -ffp-contract=on -Xclang -ffloat16-excess-precision=none"
-    else:
-        flags += " -ffp-contract=off" + " -fexcess-precision=16" * (_version(COMPILER) >= 13)
+        # Every operation of half rounds, as arm64's do.
+        if "clang" in COMPILER:
+            flags += " -Xclang -ffloat16-excess-precision=none"
+        elif _version(COMPILER) >= 13:
+            flags += " -fexcess-precision=16"
+    flags += f" -ffp-contract={'on' if 'clang' in COMPILER else 'off'}"
     return flags.split()
 
 
@@ -63,17 +65,17 @@ def _shim() -> str:
     return "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
 
 
-def compiled(cpp: str, lint: str | None = None) -> ctypes.CDLL:
+def compiled(name: str, cpp: str, lint: str | None = None) -> ctypes.CDLL:
     """Compile and load C++. A kernel comes with its text for ``address_spaces.h``, which clang only reads."""
     flags = _flags() + (CHECKS if lint and has_clang else [])
-    text = "\0".join([cpp, lint or "", COMPILER, *flags, _shim()])
+    text = "\0".join([name, cpp, lint or "", COMPILER, *flags, _shim()])
     library = KEPT / (hashlib.sha256(text.encode()).hexdigest()[:32] + ".so")
     if not library.exists():
-        _compile(cpp, lint, flags, library)
+        _compile(name, cpp, lint, flags, library)
     return ctypes.CDLL(str(library))
 
 
-def _compile(cpp: str, lint: str | None, flags: list[str], library: Path) -> None:
+def _compile(name: str, cpp: str, lint: str | None, flags: list[str], library: Path) -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=KEPT) as folder:
         built = os.path.join(folder, "kernel.so")
@@ -85,9 +87,9 @@ def _compile(cpp: str, lint: str | None, flags: list[str], library: Path) -> Non
         if check:
             _, said = check.communicate()
             if check.returncode:
-                raise EmulatorError(f"Metal would refuse this kernel:\n{said[:4000]}")
+                raise EmulatorError(f"{name}: Metal would refuse this kernel:\n{said[:4000]}")
         if done.returncode:
-            raise EmulatorError(f"the kernel does not compile:\n{done.stderr[:4000]}")
+            raise EmulatorError(f"{name} does not compile:\n{done.stderr[:4000]}")
         os.replace(built, library)
 
 

@@ -37,7 +37,7 @@ WAYS = (Way("forward", 0, True, 0xFF), Way("reverse", 1, False, 0x5B), Way("shuf
 
 
 def launcher(kernel: Kernel, *, check: bool = True) -> Launcher:
-    """Return what launches a kernel on the CPU; inputs are evaluated at once, outputs are ready arrays.
+    """Return what launches a kernel on the CPU, at once: inputs are evaluated, so this does not trace or compile.
 
     check: run in three orders of threads, simdgroups and threadgroups, over memory filled differently, and raise
     EmulatorError unless all bits agree.
@@ -63,7 +63,7 @@ def _launch(
     if (len(inputs), len(output_shapes), len(output_dtypes)) != (len(kernel.inputs), *[len(kernel.outputs)] * 2):
         raise EmulatorError(f"{kernel.name}: takes {kernel.inputs} and gives {kernel.outputs}")
     made = program(kernel, inputs, template, output_dtypes)
-    body = _load(made.cpp, made.lint)
+    body = _load(kernel.name, made.cpp, made.lint)
     data = [np.ascontiguousarray(_as_numpy(x)) for x in inputs]
     sizes = [math.prod(shape) * dtype.size for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
     results = [_run(kernel, body, data, sizes, grid, threadgroup, way) for way in ways]
@@ -184,7 +184,7 @@ class _Launch(c.Structure):
 
 @cache
 def _runtime() -> c.CDLL:
-    library = compiled((HERE / "runtime.cpp").read_text())
+    library = compiled("runtime", (HERE / "runtime.cpp").read_text())
     library.emulator_interface.restype = c.c_void_p
     library.emulator_run.argtypes = [c.POINTER(_Launch)]
     return library
@@ -199,8 +199,8 @@ def _stacks() -> int:
 
 
 @cache
-def _load(cpp: str, lint: str) -> int:
-    library = compiled(cpp, lint)
+def _load(name: str, cpp: str, lint: str) -> int:
+    library = compiled(name, cpp, lint)
     c.c_void_p.in_dll(library, "emulator_runtime").value = _runtime().emulator_interface()
     return c.cast(library.emulator_body, c.c_void_p).value or 0
 

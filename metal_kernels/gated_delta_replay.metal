@@ -1,0 +1,9 @@
+// body
+typedef DeltaShape<HK, HV, DK, DV, RAW, G_ROW, G_AT, BETA_ROW, BETA_AT> Shape;
+const Place at = place_of(threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+const int s = at.sequence;
+StateTile<DK> tile;
+tile.load(state + state_offset<Shape>(at, slots[s]));
+device T* nothing = nullptr;
+step_rows<Shape, false>(tile, at, first[s], count[s], k, k, v, g, beta, a_log, dt_bias, nothing);
+tile.store(new_state + state_offset<Shape>(at, s));
