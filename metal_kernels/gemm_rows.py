@@ -1,14 +1,20 @@
 """Weights of the rows' own type times few rows: every weight is read once for all rows."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
-from metal_kernels.row_products import check_dense, check_fused, check_rows, finish, geometry
+from metal_kernels.row_products import Geometry, check_dense, check_fused, check_rows, finish, geometry
+from metal_kernels.tensor_cores import INCLUDES, TensorCut, tensor_cut
 
 KERNEL = Kernel(
     "gemm_rows", inputs=("x", "weight", "bias", "residual"), outputs=("out",), includes=("row_products.metal",)
 )
+TWIN = replace(KERNEL, includes=INCLUDES, cuda_twin="gemm_rows.cu")
+# Bytes of a weight row that a warp of gemm_rows.cu takes at a time.
+TWIN_CHUNK = 128
 
 
 def gemm_rows(
@@ -55,14 +61,25 @@ def reference_gemm_rows(
     return finish(product, bias, residual, gated).astype(x.dtype)
 
 
+def _cut(
+    x: mx.array, outputs: int, bias: mx.array | None, gated: bool
+) -> tuple[Kernel, Geometry | TensorCut]:
+    """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
+    if bias is None or bias.dtype == x.dtype:
+        tensor = tensor_cut(x.dtype, outputs, x.shape[1] * 2, TWIN_CHUNK, gated)
+        if tensor is not None:
+            return TWIN, tensor
+    return KERNEL, geometry(x.shape[0], outputs, x.shape[1], x.dtype, gated)
+
+
 def _native(
     x: mx.array, weight: mx.array, bias: mx.array | None, residual: mx.array | None, gated: bool
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
-    cut = geometry(rows, outputs, depth, x.dtype, gated)
+    kernel, cut = _cut(x, outputs, bias, gated)
     absent = mx.zeros((1,), dtype=x.dtype)
     fused = [absent if part is None else part for part in (bias, residual)]
-    (out,) = KERNEL(
+    (out,) = kernel(
         [x, weight, *fused],
         template=[
             ("T", x.dtype),

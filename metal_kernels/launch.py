@@ -81,6 +81,11 @@ def can_launch() -> bool:
     return _launcher is not None or (on_gpu and (mx.metal.is_available() or mx.cuda.is_available()))
 
 
+def runs_on_cuda() -> bool:
+    """Whether kernels are launched on an NVIDIA GPU."""
+    return _launcher is None and not mx.metal.is_available() and mx.cuda.is_available()
+
+
 def is_emulated() -> bool:
     """Whether ``launching`` replaces the GPU."""
     return _launcher is not None

@@ -1,10 +1,13 @@
 """Affine quantised weights times few rows: every packed word is read once for all rows."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
-from metal_kernels.row_products import check_fused, check_packed, check_rows, finish, geometry
+from metal_kernels.row_products import Geometry, check_fused, check_packed, check_rows, finish, geometry
+from metal_kernels.tensor_cores import CHUNK, INCLUDES, TensorCut, tensor_cut
 
 KERNEL = Kernel(
     "qmm_rows",
@@ -12,6 +15,7 @@ KERNEL = Kernel(
     outputs=("out",),
     includes=("row_products.metal", "unpack.metal"),
 )
+TWIN = replace(KERNEL, includes=INCLUDES, cuda_twin="qmm_rows.cu")
 
 
 def qmm_rows(
@@ -74,6 +78,18 @@ def reference_qmm_rows(
     return finish(x.astype(mx.float32) @ whole.T, bias, residual, gated).astype(x.dtype)
 
 
+def _cut(
+    x: mx.array, outputs: int, scales: mx.array, bias: mx.array | None, group_size: int, bits: int, gated: bool
+) -> tuple[Kernel, Geometry | TensorCut]:
+    """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
+    depth, chunk = x.shape[1], max(CHUNK, group_size * bits // 8)
+    if bits in (4, 8) and scales.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
+        tensor = tensor_cut(x.dtype, outputs, depth * bits // 8, chunk, gated)
+        if tensor is not None:
+            return TWIN, tensor
+    return KERNEL, geometry(x.shape[0], outputs, depth, x.dtype, gated)
+
+
 def _native(
     x: mx.array,
     weight: mx.array,
@@ -86,7 +102,7 @@ def _native(
     gated: bool,
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
-    cut = geometry(rows, outputs, depth, x.dtype, gated)
+    kernel, cut = _cut(x, outputs, scales, bias, group_size, bits, gated)
     absent = mx.zeros((1,), dtype=x.dtype)
     inputs = [
         x,
@@ -96,7 +112,7 @@ def _native(
         absent if bias is None else bias,
         absent if residual is None else residual,
     ]
-    (out,) = KERNEL(
+    (out,) = kernel(
         inputs,
         template=[
             ("T", x.dtype),

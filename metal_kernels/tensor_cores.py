@@ -1,0 +1,49 @@
+"""When and how products of few rows run on the tensor cores of NVIDIA GPUs: one tile for every row count."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from metal_kernels.launch import runs_on_cuda
+
+INCLUDES = ("tensor_cores.cuh",)
+TILES, STAGES = 2, 2
+# What a copy to shared memory moves at once, and the least that a warp takes of a row at a time.
+PIECE, CHUNK = 16, 64
+# From so many output columns on, blocks of half the warps fill the GPU better.
+WIDE = 16384
+STATIC_MEMORY = 48 * 1024
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How ``qmm_rows.cu`` and ``gemm_rows.cu`` cut a product: it depends on the weights alone, not on the rows."""
+
+    warps: int
+    groups: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def template(self) -> list[tuple[str, int]]:
+        """The kernel's template values for this cut."""
+        return [("TILES", TILES), ("WARPS", self.warps), ("STAGES", STAGES)]
+
+
+def tensor_cut(dtype: mx.Dtype, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
+    """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes, of which a warp takes ``chunk`` at a time.
+
+    None where tensor cores cannot do it: on other machines, for float32 rows, for weight rows that are no whole
+    number of pieces.
+    """
+    if not runs_on_cuda() or dtype == mx.float32 or row_bytes % PIECE:
+        return None
+    columns = 16 * TILES
+    warps = 8
+    if outputs >= WIDE or warps * STAGES * columns * chunk > STATIC_MEMORY:
+        warps = 4
+    width = outputs // 2 if gated else outputs
+    return TensorCut(warps, -(-width // (columns // 2 if gated else columns)))
