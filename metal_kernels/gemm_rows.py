@@ -66,7 +66,7 @@ def _cut(
 ) -> tuple[Kernel, Geometry | TensorCut]:
     """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
     if bias is None or bias.dtype == x.dtype:
-        tensor = tensor_cut(x.dtype, outputs, x.shape[1] * 2, TWIN_CHUNK, gated)
+        tensor = tensor_cut(x, outputs, x.shape[1] * 2, TWIN_CHUNK, gated)
         if tensor is not None:
             return TWIN, tensor
     return KERNEL, geometry(x.shape[0], outputs, x.shape[1], x.dtype, gated)
@@ -83,7 +83,6 @@ def _native(
         [x, weight, *fused],
         template=[
             ("T", x.dtype),
-            ("R", rows),
             ("K", depth),
             ("N", outputs),
             ("HAS_BIAS", bias is not None),

@@ -84,7 +84,7 @@ def _cut(
     """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
     depth, chunk = x.shape[1], max(CHUNK, group_size * bits // 8)
     if bits in (4, 8) and scales.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
-        tensor = tensor_cut(x.dtype, outputs, depth * bits // 8, chunk, gated)
+        tensor = tensor_cut(x, outputs, depth * bits // 8, chunk, gated)
         if tensor is not None:
             return TWIN, tensor
     return KERNEL, geometry(x.shape[0], outputs, depth, x.dtype, gated)
@@ -116,7 +116,6 @@ def _native(
         inputs,
         template=[
             ("T", x.dtype),
-            ("R", rows),
             ("K", depth),
             ("N", outputs),
             ("BITS", bits),
