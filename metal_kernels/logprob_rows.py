@@ -55,7 +55,7 @@ def _native(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
         template=[*template, ("FIRST", False)],
         groups=(1, rows, 1),
         threads=(32, 1, 1),
-        shapes=[(2, rows)],
+        shapes=[(2 * rows,)],
         dtypes=[mx.float32],
     )
-    return results[0], results[1]
+    return results[:rows], results[rows:]
