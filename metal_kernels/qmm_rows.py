@@ -87,17 +87,10 @@ def _native(
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
     cut = geometry(rows, outputs, depth, x.dtype, gated)
-    absent = mx.zeros((1,), dtype=x.dtype)
-    inputs = [
-        x,
-        weight,
-        scales,
-        biases,
-        absent if bias is None else bias,
-        absent if residual is None else residual,
-    ]
+    # The kernel reads no absent input: x, which is there already, stands in for it.
+    fused = [x if part is None else part for part in (bias, residual)]
     (out,) = KERNEL(
-        inputs,
+        [x, weight, scales, biases, *fused],
         template=[
             ("T", x.dtype),
             ("R", rows),
