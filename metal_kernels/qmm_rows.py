@@ -1,4 +1,4 @@
-"""Affine quantised weights times few rows: every packed word is read once for all rows."""
+"""Affine quantised weights times few rows: memory gives every packed word once for all rows."""
 
 from dataclasses import replace
 
@@ -103,17 +103,10 @@ def _native(
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
     kernel, cut = _cut(x, outputs, scales, bias, group_size, bits, gated)
-    absent = mx.zeros((1,), dtype=x.dtype)
-    inputs = [
-        x,
-        weight,
-        scales,
-        biases,
-        absent if bias is None else bias,
-        absent if residual is None else residual,
-    ]
+    # The kernel reads no absent input: x, which is there already, stands in for it.
+    fused = [x if part is None else part for part in (bias, residual)]
     (out,) = kernel(
-        inputs,
+        [x, weight, scales, biases, *fused],
         template=[
             ("T", x.dtype),
             ("K", depth),
