@@ -4,7 +4,12 @@ from metal_kernels.accept_rows import accept_rows as accept_rows
 from metal_kernels.argmax_rows import argmax_rows as argmax_rows
 from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
+from metal_kernels.causal_conv_rows import Heads as Heads
+from metal_kernels.causal_conv_rows import causal_conv_advance as causal_conv_advance
 from metal_kernels.dynamic_conv import dynamic_conv as dynamic_conv
+from metal_kernels.gated_delta_rows import DeltaRows as DeltaRows
+from metal_kernels.gated_delta_rows import Gates as Gates
+from metal_kernels.gated_delta_rows import gated_delta_advance as gated_delta_advance
 from metal_kernels.implementations import is_traceable as is_traceable
 from metal_kernels.linear_rows import MAX_ROWS as MAX_ROWS
 from metal_kernels.linear_rows import Linear as Linear
@@ -15,4 +20,5 @@ from metal_kernels.norm_rope import context_kv as context_kv
 from metal_kernels.norm_rope import qkv_norm_rope as qkv_norm_rope
 from metal_kernels.rope import Rope as Rope
 from metal_kernels.rope import rope_frequencies as rope_frequencies
+from metal_kernels.row_spans import RowSpans as RowSpans
 from metal_kernels.topk_rows import topk_rows as topk_rows

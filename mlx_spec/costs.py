@@ -42,11 +42,11 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
     drafter.extend(state, Committed(0, tokens, rows.taps))
-    mx.eval(target.pool.data)
+    mx.eval(sequence.arrays)
 
     def verify(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, tokens[:count])], drafter.taps)
-        return [mx.argmax(target.logits(passed.hidden), axis=-1), passed.kv, passed.taps]
+        return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int) -> list[mx.array]:
         return [drafter.propose(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)).tokens]

@@ -138,7 +138,7 @@ class Engine:
         scores = request.sampling.scores(logits, history, proposal.tokens)
         accepted = generation.rule.accept(proposal, scores, len(history) - 1)
         outcome = pack(proposal, logits, accepted)
-        verify_seconds = wait(outcome, verified.kv, verified.taps)  # the round's one host synchronisation
+        verify_seconds = wait(outcome, *verified.arrays)  # the round's one host synchronisation
 
         drafts, count, following = unpack(outcome, proposal, len(history) - 1)
         if request.on_verified is not None:
@@ -208,8 +208,8 @@ class Engine:
 
     def _commit(self, generation: Generation, accepted: Pass, tokens: mx.array) -> None:
         before = generation.sequence.length
-        self.target.commit(generation.sequence, accepted)
         try:
+            self.target.commit(generation.sequence, accepted)
             self._extend(generation, accepted, tokens)
         except BaseException:
             generation.sequence.rewind(before)
