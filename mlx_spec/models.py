@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from mlx_spec.config_file import read_config
@@ -97,16 +97,22 @@ def resolve(name: str, progress: bool = False) -> Path:
 
 def fit_to_machine(model: nn.Module) -> nn.Module:
     """Unpack quantised weights where that is faster, settle on one floating type, and evaluate the weights."""
-    weights = dict(tree_flatten(model.parameters()))
-    packed = any(name.endswith(".scales") for name in weights)
-    floating = {w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating)}
+    packed = any(name.endswith(".scales") for name in dict(tree_flatten(model.parameters())))
     unpack = packed and on_cpu() and unpacked_bytes(model) < memory_bytes() // 2
+    kinds = len({weight.dtype for weight in castable(model).values()})
     if unpack:
         model = dequantize_model(model)
-    if unpack or len(floating) > 1:
-        model.set_dtype(mx.bfloat16)
+    if unpack or kinds > 1:
+        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in castable(model).items()]))
     mx.eval(model.parameters())
     return model
+
+
+def castable(model: nn.Module) -> dict[str, mx.array]:
+    """Return the floating weights of a model by name, without those whose precision mlx-lm keeps (A_log, say)."""
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
+    weights = dict(tree_flatten(model.parameters()))
+    return {name: w for name, w in weights.items() if mx.issubdtype(w.dtype, mx.floating) and may_cast(name)}
 
 
 def unpacked_bytes(model: nn.Module) -> int:
