@@ -57,8 +57,7 @@ class DeltaNet:
     def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, Held]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and what the next pass starts from."""
         projected = linear_rows(x, self.projections)
-        held, slots, outputs = past.held[self.index], past.places.slots, []
-        accepted = past.accepted(held)
+        held, slots, accepted, outputs = past.held[self.index], past.slots, past.accepted, []
         for piece in past.pieces:
             rows = projected if len(past.pieces) == 1 else projected[piece.index]
             q, k, v, conv_state = causal_conv_advance(

@@ -131,19 +131,16 @@ class Past:
     """What the rows of a pass stand behind, for all of its sequences.
 
     positions: int32 [R], of the rows. cached, pool: the pages, for attention layers. held: by each recurrent
-    layer. places: where the sequences stand in it. pieces: the rows as recurrent layers take them.
+    layer. slots, accepted: where the sequences stand in it. pieces: the rows as recurrent layers take them.
     """
 
     positions: mx.array
     cached: Cached
     pool: mx.array
     held: tuple[Held, ...]
-    places: Places
+    slots: mx.array
+    accepted: RowSpans
     pieces: tuple[Piece, ...]
-
-    def accepted(self, held: Held) -> RowSpans:
-        """Return which of the rows that a layer holds belong to the sequences."""
-        return RowSpans(self.places.first, self.places.accepted, min(held.k.shape[0], PIECE_ROWS))
 
 
 def _int32(values: SequenceOf[int]) -> mx.array:

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import MAX_ROWS, Cached, Linear, is_traceable, linear_rows
+from metal_kernels import MAX_ROWS, Cached, Linear, RowSpans, is_traceable, linear_rows
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
-from mlx_spec.target.past import Held, Past, Places, Recurrent, pieces_of, side_by_side
+from mlx_spec.target.past import PIECE_ROWS, Held, Past, Recurrent, pieces_of, side_by_side
 
 DEFAULT_CONTEXT = 8192
 # Page numbers in the smallest page table.
@@ -121,8 +122,9 @@ class Target:
                     f"{sequence.length} do not fit."
                 )
         counts = tuple(tokens.size for _, tokens in batch)
-        held, places = side_by_side([sequence.recurrent or self._empty for sequence, _ in batch])
-        run = self._runner(counts, tuple(taps))
+        pasts = [sequence.recurrent or self._empty for sequence, _ in batch]
+        held, places = side_by_side(pasts)
+        run = self._runner(counts, tuple(taps), max(1, *(past.accepted for past in pasts)))
         hidden, features, kv, kept = run(
             mx.concatenate([tokens for _, tokens in batch]),
             page_table([sequence.pages for sequence, _ in batch]),
@@ -174,21 +176,33 @@ class Target:
     def _head(self) -> Linear:
         return Linear.of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
 
-    def _runner(self, counts: tuple[int, ...], taps: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+    def _runner(
+        self, counts: tuple[int, ...], taps: tuple[int, ...], most_accepted: int
+    ) -> Callable[..., tuple[Any, ...]]:
         """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
 
         def run(
-            tokens: mx.array, pages: mx.array, lengths: mx.array, pool: mx.array, held: Any, places: Any
+            longest: int,
+            tokens: mx.array,
+            pages: mx.array,
+            lengths: mx.array,
+            pool: mx.array,
+            held: Any,
+            places: Any,
         ) -> tuple[Any, ...]:
             # mx.compile hands over plain tuples.
-            cached, layers = Cached(pages, lengths, counts), tuple(Held(*each) for each in held)
-            past = Past(cached.positions(), cached, pool, layers, Places(*places), pieces_of(counts))
+            layers, (slots, first, accepted) = tuple(Held(*each) for each in held), places
+            cached = Cached(pages, lengths, counts)
+            rows = min(longest, layers[0].k.shape[0]) if layers else 1
+            spans = RowSpans(first, accepted, rows)
+            past = Past(cached.positions(), cached, pool, layers, slots, spans, pieces_of(counts))
             return self._run(tokens, past, taps)
 
         if sum(counts) > MAX_ROWS or not is_traceable():
-            return run
+            return partial(run, most_accepted)
         if (counts, taps) not in self._compiled:
-            self._compiled[counts, taps] = mx.compile(run)
+            # A number of accepted rows in the graph would be another graph.
+            self._compiled[counts, taps] = mx.compile(partial(run, PIECE_ROWS))
         return self._compiled[counts, taps]
 
     def _run(
