@@ -51,9 +51,7 @@ def models() -> dict[str, Any]:
     import transformers as hf
 
     dense = hf.Qwen3_5Config(text_config=dict(TEXT, rope_parameters=MROPE), vision_config=VISION)
-    experts = hf.Qwen3_5MoeConfig(
-        text_config=dict(TEXT, **EXPERTS, rope_parameters=MROPE), vision_config=VISION
-    )
+    experts = hf.Qwen3_5MoeConfig(text_config=dict(TEXT, **EXPERTS, rope_parameters=MROPE), vision_config=VISION)
     heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
     following = hf.Qwen3NextConfig(
         **{**TEXT, **heads, **EXPERTS}, rope_parameters=ROPE, mlp_only_layers=[1], tie_word_embeddings=True
