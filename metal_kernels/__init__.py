@@ -1,5 +1,6 @@
 """Operations of the draft and verify passes, one file each, each with a reference in mlx.core operations."""
 
+from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
 from metal_kernels.dynamic_conv import dynamic_conv as dynamic_conv
 from metal_kernels.linear_rows import linear_rows as linear_rows

@@ -1,6 +1,67 @@
-"""Attention of a sequence's new rows over its pages and over each other, by absolute position."""
+"""Attention of a pass's rows over their sequences' pages and over each other, by absolute position."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import mlx.core as mx
+
+from metal_kernels.implementations import implementation
+from metal_kernels.launch import Kernel
+
+KERNEL = Kernel(
+    "attention_rows",
+    inputs=(
+        "queries",
+        "keys",
+        "values",
+        "pool",
+        "pages",
+        "lengths",
+        "starts",
+        "paths",
+        "place",
+        "sizes",
+        "settings",
+    ),
+    outputs=("partials", "weights"),
+    includes=("attention_splits.metal",),
+    scratch=("partials", "weights"),
+)
+COMBINE = Kernel(
+    "attention_combine",
+    inputs=("partials", "weights", "lengths", "starts", "paths", "sinks", "place", "sizes"),
+    outputs=("out",),
+    includes=("attention_splits.metal",),
+)
+MOST_ROWS = 16
+# Of the kernel: simdgroups of a threadgroup, keys of a tile.
+SIMDGROUPS, TILE = 8, 32
+NO_WINDOW = 2**31 - 1
+NO_PATHS, NO_SINKS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.float32)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What the S sequences of a pass hold, and how many of its rows belong to each.
+
+    pages: int32 [S, P]. The first ceil(length / slots) of a sequence's entries are its pages; no others are read.
+    lengths: int32 [S], positions held. counts: rows of each sequence; they stand one sequence behind another.
+    """
+
+    pages: mx.array
+    lengths: mx.array
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a row sees and how its scores are made; see attention_rows."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: mx.array | None = None
+    block: bool = False
 
 
 def attention_rows(
@@ -9,39 +70,285 @@ def attention_rows(
     values: mx.array,
     pool: mx.array,
     layer: int,
-    pages: mx.array,
-    length: int,
+    cached: Cached,
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    paths: mx.array | None = None,
+    block: bool = False,
+    slot_major: bool = False,
 ) -> mx.array:
-    """Attend causally from the rows at positions ``length .. length + R - 1`` of one sequence.
+    """Attend from the rows of all sequences of a pass to what is cached before them and to each other.
 
-    queries: [R, H, D], keys and values: [R, KV, D], all with position encoding applied, H a multiple of KV.
-    pool: [pages, layers, 2, slots, KV, D]; ``pages``: [ceil(length / slots)] page numbers of the sequence.
-    A query at position q sees a key at position p when p <= q, and q - p < window where there is one.
+    queries: [R, H, D], keys and values: [R, KV, D], all with position encoding applied; H is a multiple of KV.
+    pool: [pages, layers, 2, slots, KV, D], or with ``slot_major`` [pages, slots, layers, 2, KV, D].
+    Row i of a sequence stands at position length + i. It sees the positions up to its own, at most ``window`` of
+    them: a key at position p is seen from q when p <= q and q - p < window.
+    paths: int32 [R, R], for trees. paths[i] lists the rows from a root to row i, numbered within their sequence,
+    then -1 up to the end. Row i sees them at the positions length, length + 1, ... and stands at the last one.
+    block: every row of a sequence sees all of its rows, and what is cached by the window.
+    softcap: scores s become softcap * tanh(s / softcap). sinks: [H], one score more a head, which has no value.
 
-    Returns [R, H, D]. Keys stand at the index of their position and the key axis is padded to whole pages, so a
-    row is reduced in the same order whatever rows stand beside it or are cached behind it.
+    Returns [R, H, D] in the dtype of the queries. In sequences of up to 16 rows the kernel gives a row the same
+    bits whatever rows stand beside it, whichever of its keys are cached, and wherever their pages lie: positions
+    are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's attention.
+    Raises ValueError for shapes and dtypes that do not fit.
     """
-    rows, slots = queries.shape[0], pool.shape[3]
-    total = -(-(length + rows) // slots) * slots
+    view = View(scale, window, softcap, sinks, block)
+    _check(queries, keys, values, pool, layer, cached, view, paths, slot_major)
+    if implementation() == "native" and max(cached.counts) <= MOST_ROWS:
+        return _native(queries, keys, values, pool, layer, cached, view, paths, slot_major)
+    outputs, start = [], 0
+    for index, count in enumerate(cached.counts):
+        rows = slice(start, start + count)
+        part = queries[rows], keys[rows], values[rows], pool, layer
+        tree = None if paths is None else paths[rows, :count]
+        one = Cached(cached.pages[index : index + 1], cached.lengths[index : index + 1], (count,))
+        attend = _native if implementation() == "native" and count <= MOST_ROWS else _composed
+        outputs.append(attend(*part, one, view, tree, slot_major))
+        start += count
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
-    def lay_out(cached: mx.array, new: mx.array) -> mx.array:
-        parts = [cached.reshape(-1, *cached.shape[2:])[:length]] if length else []
-        tail = mx.zeros((total - length - rows, *new.shape[1:]), dtype=new.dtype)
-        return mx.concatenate([*parts, new, tail]).swapaxes(0, 1)[None]
 
-    query_at = mx.arange(length, length + rows)[:, None]
-    key_at = mx.arange(total)[None]
-    visible = key_at <= query_at
-    if window is not None:
-        visible = visible & (query_at - key_at < window)
+def reference_attention_rows(
+    queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View
+) -> mx.array:
+    """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N], in their dtype."""
+    rows, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    scores = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim) @ keys.transpose(1, 2, 0)[
+        :, None
+    ]
+    if view.softcap is not None:
+        scores = mx.tanh(scores / view.softcap) * view.softcap
+    scores = mx.where(visible, scores, -mx.inf)
+    if view.sinks is not None:
+        sinks = view.sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., : keys.shape[0]]
+    return (weights @ values.swapaxes(0, 1)[:, None]).reshape(heads, rows, dim).swapaxes(0, 1)
+
+
+def split_of(position: int) -> int:
+    """Return the number of the split that holds a position; the same function as in attention_splits.metal."""
+    unit = position // 64
+    level = min((unit // 32 + 1).bit_length() - 1, 3)
+    return 32 * level + (unit - 32 * (2**level - 1)) // 2**level
+
+
+def _native(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    pool: mx.array,
+    layer: int,
+    cached: Cached,
+    view: View,
+    paths: mx.array | None,
+    slot_major: bool,
+) -> mx.array:
+    rows, heads, dim = queries.shape
+    kv_heads, slots = keys.shape[1], pool.shape[1 if slot_major else 3]
+    _check_kernel(dim, slots)
+    pages = cached.pages if cached.pages.size else mx.zeros((len(cached.counts), 1), dtype=mx.int32)
+    splits = split_of(cached.pages.shape[1] * slots + max(cached.counts) - 1) + 1
+    starts, place = _starts(cached.counts), _numbers(layer, view.window or NO_WINDOW)
+    sizes = _numbers(pages.shape[1], rows, splits)
+    settings = _settings(view.scale, view.softcap or 0.0)
+    tree = NO_PATHS if paths is None else paths
+    modes = [("H", heads), ("D", dim), ("HAS_PATHS", paths is not None), ("IS_BLOCK", view.block)]
+    lanes, vectors = _work(dim)
+    simdgroups = -(-max(cached.counts) * (heads // kv_heads) // vectors)
+    work = [("LANES", lanes), ("VECTORS", vectors), ("SIMDGROUPS", SIMDGROUPS)]
+    partials, weights = KERNEL(
+        [queries, keys, values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
+        template=[("T", queries.dtype), ("KV", kv_heads), *modes, *work, *_strides(pool, slot_major)],
+        groups=(kv_heads * -(-simdgroups // SIMDGROUPS), splits, len(cached.counts)),
+        threads=(32 * min(simdgroups, SIMDGROUPS), 1, 1),
+        shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
+        dtypes=[mx.float32, mx.float32],
+    )
+    sinks = NO_SINKS if view.sinks is None else view.sinks
+    (out,) = COMBINE(
+        [partials, weights, cached.lengths, starts, tree, sinks, place, sizes],
+        template=[("T", queries.dtype), *modes, ("HAS_SINKS", view.sinks is not None)],
+        groups=(rows * heads, 1, 1),
+        threads=(-(-dim // 32) * 32, 1, 1),
+        shapes=[queries.shape],
+        dtypes=[queries.dtype],
+    )
+    return out
+
+
+def _work(dim: int) -> tuple[int, int]:
+    """Return how many lanes share a key, and how many queries a simdgroup holds so that registers suffice."""
+    lanes = 8 if dim <= 112 else 16 if dim <= 224 else 32
+    return lanes, min(4, 32 * lanes // dim)
+
+
+def _strides(pool: mx.array, slot_major: bool) -> list[tuple[str, int]]:
+    """Return the distances of pages, layers, slots, and of a value from its key, in elements."""
+    sizes = [pool.shape[i] for i in range(6)]
+    page, first, second, third = (_product(sizes[i + 1 :]) for i in range(4))
+    slot, layer, value = (first, second, third) if slot_major else (third, first, second)
+    names = ("PAGE_STRIDE", "LAYER_STRIDE", "SLOT_STRIDE", "VALUE_STRIDE", "SLOTS")
+    return list(zip(names, (page, layer, slot, value, sizes[1 if slot_major else 3]), strict=True))
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _numbers(*numbers: int) -> mx.array:
+    return mx.array(numbers, dtype=mx.int32)
+
+
+@lru_cache(maxsize=4096)
+def _starts(counts: tuple[int, ...]) -> mx.array:
+    return mx.array([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=mx.int32)
+
+
+@cache
+def _settings(scale: float, softcap: float) -> mx.array:
+    return mx.array([scale, softcap], dtype=mx.float32)
+
+
+def _composed(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    pool: mx.array,
+    layer: int,
+    cached: Cached,
+    view: View,
+    paths: mx.array | None,
+    slot_major: bool,
+) -> mx.array:
+    """Attend from the rows of one sequence by MLX's operations.
+
+    Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is
+    reduced in the same order whatever rows stand beside it or are cached behind it.
+    """
+    count, slots, length = queries.shape[0], pool.shape[1 if slot_major else 3], cached.lengths[0]
+    more = -(-count // slots)
+    pages = mx.concatenate([cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
+    pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
+    key_at = mx.arange(pages.size * slots)
+    row_at = length + mx.arange(count)
+
+    def lay_out(side: int, new: mx.array) -> mx.array:
+        old = pool[pages][:, :, layer, side] if slot_major else pool[pages, layer, side]
+        rows = old.reshape(-1, *new.shape[1:])
+        if side == 1:
+            # Slots of no position may hold anything, and 0 times infinity is not 0.
+            rows = mx.where((key_at < length)[:, None, None], rows, mx.array(0, dtype=rows.dtype))
+        rows[row_at] = new
+        return rows
+
+    visible = _visible(length, row_at, key_at, view, paths)
+    laid = lay_out(0, keys), lay_out(1, values)
+    if implementation() == "reference":
+        wide = [x.astype(mx.float32) for x in (queries, *laid)]
+        return reference_attention_rows(wide[0], wide[1], wide[2], visible, view).astype(queries.dtype)
+    if view.softcap is not None:
+        return reference_attention_rows(queries, *laid, visible, view)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None],
-        lay_out(pool[pages, layer, 0], keys),
-        lay_out(pool[pages, layer, 1], values),
-        scale=scale,
+        *(x.swapaxes(0, 1)[None] for x in laid),
+        scale=view.scale,
         mask=visible,
+        sinks=None if view.sinks is None else view.sinks.astype(queries.dtype),
     )
     return out[0].swapaxes(0, 1)
+
+
+def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, paths: mx.array | None) -> mx.array:
+    """Return [R, N]: which keys, the rows of the pass laid out behind the cached ones, each row sees."""
+    count = row_at.size
+    if paths is not None:
+        steps = mx.arange(count)
+        row_at = length + mx.sum(paths >= 0, axis=1) - 1
+        if view.window is not None:
+            paths = mx.where(row_at[:, None] - (length + steps) < view.window, paths, -1)
+        sees_row = mx.any(paths[:, :, None] == steps, axis=1)
+        behind = key_at - length
+        sees_new = sees_row[:, mx.clip(behind, 0, count - 1)] & (behind < count)
+    elif view.block:
+        sees_new = key_at < length + count
+    else:
+        visible = key_at <= row_at[:, None]
+        return visible if view.window is None else visible & (row_at[:, None] - key_at < view.window)
+    sees_old = mx.array(True) if view.window is None else row_at[:, None] - key_at < view.window
+    return mx.broadcast_to(mx.where(key_at < length, sees_old, sees_new), (count, key_at.size))
+
+
+def _check(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    pool: mx.array,
+    layer: int,
+    cached: Cached,
+    view: View,
+    paths: mx.array | None,
+    slot_major: bool,
+) -> None:
+    if queries.ndim != 3 or keys.ndim != 3:
+        raise ValueError(f"Queries must be [R, H, D] and keys [R, KV, D], not {queries.shape} and {keys.shape}.")
+    rows, heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    if (keys.shape, values.shape) != ((rows, kv_heads, dim),) * 2:
+        raise ValueError(
+            f"Queries {queries.shape} need keys and values [{rows}, KV, {dim}], "
+            f"not {keys.shape} and {values.shape}."
+        )
+    if heads % kv_heads:
+        raise ValueError(f"The number of query heads must be a multiple of the {kv_heads} KV heads, not {heads}.")
+    dtypes = [x.dtype for x in (queries, keys, values, pool)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in (mx.bfloat16, mx.float16, mx.float32):
+        raise ValueError(
+            "Queries, keys, values and pool must all be bfloat16, float16 or float32, "
+            f"not {', '.join(map(str, dtypes))}."
+        )
+    layers = pool.shape[2 if slot_major else 1] if pool.ndim == 6 else 0
+    if pool.ndim != 6 or pool.shape[3 if slot_major else 2] != 2 or pool.shape[4:] != (kv_heads, dim):
+        form = "[pages, slots, layers, 2, KV, D]" if slot_major else "[pages, layers, 2, slots, KV, D]"
+        raise ValueError(f"The pool must be {form} with {kv_heads} KV heads of {dim} numbers, not {pool.shape}.")
+    if not 0 <= layer < layers:
+        raise ValueError(f"The pool holds layers 0 to {layers - 1}, not {layer}.")
+    if view.window is not None and view.window < 1:
+        raise ValueError(f"A window holds at least 1 position, not {view.window}.")
+    if view.sinks is not None and view.sinks.shape != (heads,):
+        raise ValueError(f"Sinks must be one number for each of {heads} heads, not {view.sinks.shape}.")
+    if paths is not None and (view.block or paths.shape != (rows, rows) or paths.dtype != mx.int32):
+        raise ValueError(f"Paths must be int32 {(rows, rows)} and without block, not {paths.dtype} {paths.shape}.")
+    _check_cached(cached, rows)
+
+
+def _check_cached(cached: Cached, rows: int) -> None:
+    sequences = len(cached.counts)
+    if min(cached.counts, default=0) < 1 or sum(cached.counts) != rows:
+        raise ValueError(f"Counts of at least 1 must add up to the {rows} rows, not {cached.counts}.")
+    if cached.lengths.shape != (sequences,) or cached.pages.ndim != 2 or cached.pages.shape[0] != sequences:
+        raise ValueError(
+            f"{sequences} sequences need pages [{sequences}, P] and lengths [{sequences}], "
+            f"not {cached.pages.shape} and {cached.lengths.shape}."
+        )
+    if (cached.pages.dtype, cached.lengths.dtype) != (mx.int32, mx.int32):
+        raise ValueError(f"Pages and lengths must be int32, not {cached.pages.dtype} and {cached.lengths.dtype}.")
+
+
+def _check_kernel(dim: int, slots: int) -> None:
+    if dim % (16 if dim <= 112 else 32) or not 16 <= dim <= 256:
+        raise ValueError(
+            "The attention kernel takes heads of 16 to 112 numbers in steps of 16 and to 256 in steps of 32, "
+            f"not {dim}; MLX_SPEC_KERNELS=stock takes any."
+        )
+    if slots % TILE:
+        raise ValueError(f"The attention kernel takes pages of a multiple of {TILE} slots, not {slots}.")

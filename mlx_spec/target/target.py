@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import attention_rows, linear_rows
+from metal_kernels import Cached, attention_rows, linear_rows
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target.families import family_of
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
@@ -102,14 +102,17 @@ class Target:
                     f"{self.name} has {self.context} positions; {tokens.size} tokens behind "
                     f"{sequence.length} do not fit."
                 )
-        groups = [Group.of(sequence, tokens.size) for sequence, tokens in batch]
-        starts = tuple(sum(g.count for g in groups[:i]) for i in range(len(groups)))
-        positions = mx.concatenate([mx.arange(g.length, g.length + g.count) for g in groups])
+        counts = tuple(tokens.size for _, tokens in batch)
+        starts = tuple(sum(counts[:i]) for i in range(len(counts)))
+        positions = mx.concatenate(
+            [mx.arange(s.length, s.length + n) for (s, _), n in zip(batch, counts, strict=True)]
+        )
+        cached = _cached([sequence for sequence, _ in batch], counts)
         x = self.embed(mx.concatenate([tokens for _, tokens in batch]))
         tapped, kv = {}, []
         for index, layer in enumerate(self.layers):
             queries, keys, values = self._project(layer, x, positions)
-            attended = self._attend(index, groups, starts, queries, keys, values)
+            attended = self._attend(index, cached, queries, keys, values)
             x = x + layer.self_attn.o_proj(attended.reshape(x.shape[0], -1))
             x = x + self.family.feed_forward(layer.mlp, layer.post_attention_layernorm(x))
             kv.append(mx.stack([keys, values], axis=1))
@@ -166,47 +169,24 @@ class Target:
         keys = attention.rope(keys[:, :, None], offset=positions)[:, :, 0]
         return queries, keys, values
 
-    def _attend(
-        self,
-        index: int,
-        groups: SequenceOf["Group"],
-        starts: SequenceOf[int],
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-    ) -> mx.array:
-        window = self.model.model.sliding_window if self._is_sliding(index) else None
-        outputs = []
-        for group, start in zip(groups, starts, strict=True):
-            part = slice(start, start + group.count)
-            outputs.append(
-                attention_rows(
-                    queries[part],
-                    keys[part],
-                    values[part],
-                    self.pool.data,
-                    index,
-                    group.pages,
-                    group.length,
-                    scale=self.layers[index].self_attn.scale,
-                    window=window,
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    def _attend(self, index: int, cached: Cached, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return attention_rows(
+            queries,
+            keys,
+            values,
+            self.pool.data,
+            index,
+            cached,
+            scale=self.layers[index].self_attn.scale,
+            window=self.model.model.sliding_window if self._is_sliding(index) else None,
+        )
 
     def _is_sliding(self, index: int) -> bool:
         return bool(getattr(self.layers[index], "use_sliding", False))
 
 
-@dataclass(frozen=True)
-class Group:
-    """The rows of one sequence in a pass: how many, and the pages and positions that stand before them."""
-
-    pages: mx.array
-    length: int
-    count: int
-
-    @staticmethod
-    def of(sequence: Sequence, count: int) -> "Group":
-        """Describe ``count`` new rows of a sequence."""
-        return Group(mx.array(sequence.pages, dtype=mx.int32), sequence.length, count)
+def _cached(sequences: SequenceOf[Sequence], counts: tuple[int, ...]) -> Cached:
+    """Describe what sequences hold and how many new rows each has; the page table is padded to the longest."""
+    most = max(len(s.pages) for s in sequences)
+    pages = mx.array([s.pages + [0] * (most - len(s.pages)) for s in sequences], dtype=mx.int32)
+    return Cached(pages.reshape(len(sequences), most), mx.array([s.length for s in sequences]), counts)
