@@ -108,7 +108,8 @@ METAL_FUNC void attend_tile(
   for (int m = 0; m < VECTORS; m++) {
     float score = parts[m][LANES == 8 ? 3 : LANES == 16 ? 4 : 5];
     if (IS_MIXED) locate<ROW_STRIDE>(cached, keys, first + lane % LANES * KEYS, length, window, queries[m], is_seen);
-    if (softcap > 0.0f) score = softcap * metal::precise::tanh(score / softcap);
+    // Adding 0 keeps the product out of the fused multiply-add that a compiler may make of the subtraction below.
+    if (softcap > 0.0f) score = metal::fma(softcap, metal::precise::tanh(score / softcap), 0.0f);
     const float before = queries[m].most;
     const float most = metal::max(before, metal::simd_max(is_seen ? score : lowest_score()));
     // Exactly 1 and 0 where the tile brings nothing: the query keeps its bits.
