@@ -243,7 +243,7 @@ def _composed(
     row_at = length + mx.arange(count)
 
     def lay_out(side: int, new: mx.array) -> mx.array:
-        old = pool[pages][:, :, layer, side] if slot_major else pool[pages, layer, side]
+        old = pool[:, :, layer, side][pages] if slot_major else pool[pages, layer, side]
         rows = old.reshape(-1, *new.shape[1:])
         if side == 1:
             # Slots of no position may hold anything, and 0 times infinity is not 0.
