@@ -21,6 +21,7 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
+from metal_kernels.implementations import using
 from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
@@ -375,7 +376,8 @@ def save(folder: Path, config: dict[str, Any], model: nn.Module) -> None:
 def main() -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args()
-    result = train(args)
+    with using("stock"):  # our kernels have no gradients
+        result = train(args)
     if not first_process():
         return
     for position, share in enumerate(result["acceptance"], 1):
