@@ -126,7 +126,7 @@ constexpr int GROUPS = K / GROUP, CHUNKS = (GROUPS + CHUNK_GROUPS - 1) / CHUNK_G
 constexpr int WIDTH = GATED ? N / 2 : N, OUT = GATED ? COLUMNS / 2 : COLUMNS;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, part = lane & 3;
 const int first = blockIdx.x * OUT;
-const unsigned one = std::is_same<T, __half>::value ? 0x3C003C00u : 0x3F803F80u;
+const unsigned one = is_half<T>::value ? 0x3C003C00u : 0x3F803F80u;
 const unsigned ones[4] = {one, one, one, one};
 
 // The weight row behind a column of the block; beyond the last one it is repeated, and not written.

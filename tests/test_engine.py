@@ -17,6 +17,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 import mlx_spec.engine
+from mlx_spec.accept import Greedy
 from mlx_spec.drafters.base import Choose, Proposal
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.engine import TIMED_EVERY, Engine, Generation, Request
@@ -284,7 +285,7 @@ STEPS = [
     (Target, "forward"),
     (Target, "logits"),
     (Sampling, "scores"),
-    (mlx_spec.engine, "pack"),
+    (Greedy, "accept"),
     (mlx_spec.engine, "wait"),
     (mlx_spec.engine, "unpack"),
     (Engine, "_cut"),
