@@ -6,10 +6,12 @@ from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
 from metal_kernels.causal_conv_rows import Heads as Heads
 from metal_kernels.causal_conv_rows import causal_conv_advance as causal_conv_advance
+from metal_kernels.causal_conv_rows import causal_conv_replay as causal_conv_replay
 from metal_kernels.dynamic_conv import dynamic_conv as dynamic_conv
 from metal_kernels.gated_delta_rows import DeltaRows as DeltaRows
 from metal_kernels.gated_delta_rows import Gates as Gates
 from metal_kernels.gated_delta_rows import gated_delta_advance as gated_delta_advance
+from metal_kernels.gated_delta_rows import gated_delta_replay as gated_delta_replay
 from metal_kernels.implementations import is_traceable as is_traceable
 from metal_kernels.linear_rows import MAX_ROWS as MAX_ROWS
 from metal_kernels.linear_rows import Linear as Linear

@@ -13,11 +13,14 @@ from metal_kernels import (
     Gates,
     Heads,
     Linear,
+    RowSpans,
     causal_conv_advance,
+    causal_conv_replay,
     gated_delta_advance,
+    gated_delta_replay,
     linear_rows,
 )
-from mlx_spec.target.past import Held, Past
+from mlx_spec.target.past import Held, Past, is_prompt
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class DeltaNet:
             )
             held, accepted, slots = Held(state, conv_state, rows, k, v), piece.spans, piece.spans.own_slots()
             outputs.append(out)
+        if is_prompt(past.cached.counts):
+            held = self._settled(held, accepted)
         mixed = outputs[0]
         if len(past.pieces) > 1:
             index = mx.concatenate([piece.index for piece in past.pieces])
@@ -98,6 +103,12 @@ class DeltaNet:
             mx.zeros((1, heads.key_heads, heads.key_size), dtype=dtype),
             mx.zeros((1, heads.value_heads, heads.value_size), dtype=dtype),
         )
+
+    def _settled(self, held: Held, accepted: RowSpans) -> Held:
+        """Step through the accepted rows, so that the passes behind a prompt of any length have one shape."""
+        state = gated_delta_replay(held.rows, held.state, accepted, gates=self.gates)
+        conv_state = causal_conv_replay(held.projected, held.conv_state, accepted, self.heads)
+        return Held(state, conv_state, held.projected[:1], held.k[:1], held.v[:1])
 
     def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
         """Norm heads [R, Hv, Dv] and multiply them by silu(z) in float32, as mlx-lm does: [R, Hv * Dv]."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels import Cached, DeltaRows, RowSpans
+from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans
 from mlx_spec.errors import PositionError
 
 # Rows of a sequence that a recurrent layer takes at a time; prompts are cut into pieces of so many.
@@ -97,15 +97,9 @@ def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], Places
 
 @dataclass(frozen=True)
 class Piece:
-    """Up to PIECE_ROWS rows of each sequence of a pass.
-
-    index: their numbers in the pass. first, count: which of the piece's rows belong to each sequence; ``spans``
-    says the same on the device.
-    """
+    """Up to PIECE_ROWS rows of each sequence of a pass: their numbers in the pass, and the spans of the sequences."""
 
     index: mx.array
-    first: tuple[int, ...]
-    count: tuple[int, ...]
     spans: RowSpans
 
 
@@ -116,9 +110,14 @@ def pieces_of(counts: tuple[int, ...]) -> tuple[Piece, ...]:
     for begin in range(0, max(counts), PIECE_ROWS):
         size = tuple(min(max(count - begin, 0), PIECE_ROWS) for count in counts)
         index = [start + begin + i for start, rows in zip(starts, size, strict=True) for i in range(rows)]
-        first = running(size)
-        pieces.append(Piece(_int32(index), first, size, RowSpans(_int32(first), _int32(size), max(size))))
+        spans = RowSpans(_int32(running(size)), _int32(size), max(size))
+        pieces.append(Piece(_int32(index), spans))
     return tuple(pieces)
+
+
+def is_prompt(counts: tuple[int, ...]) -> bool:
+    """Whether rows are a prompt, which becomes part of its sequence as a whole, or rows to be verified."""
+    return max(counts) > MAX_ROWS
 
 
 def running(counts: SequenceOf[int]) -> tuple[int, ...]:

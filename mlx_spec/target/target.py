@@ -14,7 +14,7 @@ from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
-from mlx_spec.target.past import PIECE_ROWS, Held, Past, Recurrent, pieces_of, side_by_side
+from mlx_spec.target.past import PIECE_ROWS, Held, Past, Recurrent, is_prompt, pieces_of, running, side_by_side
 
 DEFAULT_CONTEXT = 8192
 # Page numbers in the smallest page table.
@@ -40,8 +40,7 @@ class Pass:
     def rows(self, index: int, count: int) -> "Pass":
         """Return the first ``count`` rows of sequence number ``index`` of the pass.
 
-        Raises PositionError where a model's recurrent layers ran a prompt in pieces and ``count`` cuts one that is
-        not the last.
+        Raises PositionError where that cuts a prompt, more than 16 rows, of a model with recurrent layers.
         """
         start = sum(self.counts[:index])
         part, refused = slice(start, start + count), self.counts[index] - count
@@ -242,11 +241,11 @@ def behind(held: SequenceOf[Any], counts: tuple[int, ...]) -> tuple[Recurrent, .
     """Return what recurrent layers keep of each sequence behind all rows of a pass."""
     if not held:
         return ()
-    layers, last = tuple(Held(*each) for each in held), pieces_of(counts)[-1]
-    return tuple(
-        Recurrent(layers, slot, first, count)
-        for slot, (first, count) in enumerate(zip(last.first, last.count, strict=True))
-    )
+    layers = tuple(Held(*each) for each in held)
+    if is_prompt(counts):
+        return tuple(Recurrent(layers, slot) for slot in range(len(counts)))
+    firsts = running(counts)
+    return tuple(Recurrent(layers, slot, firsts[slot], count) for slot, count in enumerate(counts))
 
 
 def is_sliding(layer: Any) -> bool:

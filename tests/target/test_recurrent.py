@@ -102,12 +102,12 @@ def test_pieces_hold_every_row_once() -> None:
     for counts in ((1,), (16,), (3, 5), (33,), (100, 2, 40), (1, 64)):
         pieces = pieces_of(counts)
         assert sorted(i for piece in pieces for i in piece.index.tolist()) == list(range(sum(counts)))
-        assert max(size for piece in pieces for size in piece.count) <= PIECE_ROWS
+        assert max(piece.spans.longest for piece in pieces) <= PIECE_ROWS
         for sequence, count in enumerate(counts):
             start, rows = sum(counts[:sequence]), []
             for piece in pieces:
-                first = piece.first[sequence]
-                rows += piece.index.tolist()[first : first + piece.count[sequence]]
+                first, size = piece.spans.first[sequence].item(), piece.spans.count[sequence].item()
+                rows += piece.index.tolist()[first : first + size]
             assert rows == list(range(start, start + count))
 
 
@@ -175,14 +175,18 @@ def test_a_rewind_that_is_not_possible_says_what_is_and_changes_nothing() -> Non
     assert_alike(target, sequence, opened(target, TOKENS[100:130]))
 
 
-def test_a_prompt_can_be_cut_in_its_last_piece_only() -> None:
+def test_a_prompt_is_not_cut() -> None:
     target = target_of("qwen3_5")
-    rows = target.forward([(target.open(), mx.array(TOKENS[:100]))])
-    sequence = target.open()
-    target.commit(sequence, rows.rows(0, 97))
-    assert_alike(target, sequence, opened(target, TOKENS[:97]))
-    with pytest.raises(PositionError, match="forget up to 4 of the newest rows, not 5"):
-        rows.rows(0, 95)
+    rows = target.forward([(target.open(), mx.array(TOKENS[:17]))])
+    with pytest.raises(PositionError, match="forget up to 0 of the newest rows, not 1"):
+        rows.rows(0, 16)
+
+
+def test_passes_behind_prompts_of_any_length_have_one_shape() -> None:
+    """Each shape is a graph of its own to compile."""
+    target = target_of("qwen3_5")
+    held = [opened(target, TOKENS[:count]).recurrent.layers[0] for count in (17, 40, 64, 101)]
+    assert len({tuple(array.shape for array in each) for each in held}) == 1
 
 
 def test_pages_hold_attention_layers_only() -> None:
