@@ -42,8 +42,12 @@ class DeltaNet:
 
     @staticmethod
     def of(module: Any, index: int) -> "DeltaNet":
-        """Read a ``GatedDeltaNet`` of mlx-lm's qwen3_5. Raises TypeError for weights that are no linear maps."""
+        """Read a ``GatedDeltaNet`` of mlx-lm's qwen3_5.
+
+        Raises TypeError for weights that are no linear maps, ValueError for heads that the kernels do not take.
+        """
         heads = Heads(module.num_k_heads, module.head_k_dim, module.num_v_heads, module.head_v_dim)
+        heads.require()
         rate = heads.channels + heads.value_heads * heads.value_size
         parts = [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
         return DeltaNet(

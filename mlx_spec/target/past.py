@@ -97,7 +97,7 @@ def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], Places
 
 @dataclass(frozen=True)
 class Piece:
-    """Up to PIECE_ROWS rows of each sequence of a pass: their numbers in the pass, and the spans of the sequences."""
+    """Up to PIECE_ROWS rows of each sequence of a pass: their numbers in the pass, and the sequences' spans."""
 
     index: mx.array
     spans: RowSpans

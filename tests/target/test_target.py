@@ -105,6 +105,12 @@ def test_an_unknown_architecture_is_refused_in_one_sentence() -> None:
         Target(tiny_model("llama"), {"model_type": "mamba"}, "some/model")
 
 
+def test_heads_that_the_kernels_do_not_take_are_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "qwen3_next", CONFIGS["qwen3_next"] | {"linear_key_head_dim": 48})
+    with pytest.raises(UnsupportedModel, match="tiny qwen3_next has a layer .* Dk must be a multiple of 32"):
+        tiny_target("qwen3_next")
+
+
 @pytest.mark.parametrize("size", [0, -5])
 def test_a_cache_without_room_is_refused(size: int) -> None:
     with pytest.raises(RequestError, match=f"max_kv_size must be at least 1, not {size}"):
