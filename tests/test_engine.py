@@ -300,9 +300,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(("family", "rounds"), [("llama", 0), ("llama", 2), ("qwen3_5", 2)])
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("rounds", [0, 2])
 def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
     failure: str, rounds: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,27 +67,8 @@ class DeltaNet:
         held, slots, accepted, outputs = past.held[self.index], past.slots, past.accepted, []
         for piece in past.pieces:
             rows = projected if len(past.pieces) == 1 else projected[piece.index]
-            q, k, v, conv_state = causal_conv_advance(
-                rows,
-                held.projected,
-                accepted,
-                held.conv_state,
-                self.conv,
-                self.heads,
-                spans=piece.spans,
-                slots=slots,
-            )
-            out, state = gated_delta_advance(
-                q,
-                DeltaRows(k, v, rows, rows),
-                held.rows,
-                accepted,
-                held.state,
-                spans=piece.spans,
-                slots=slots,
-                gates=self.gates,
-            )
-            held, accepted, slots = Held(state, conv_state, rows, k, v), piece.spans, piece.spans.own_slots()
+            out, held = self._advance(rows, piece.spans, held, slots, accepted)
+            slots, accepted = piece.spans.own_slots(), piece.spans
             outputs.append(out)
         if is_prompt(past.cached.counts):
             held = self._settled(held, accepted)
@@ -107,6 +88,26 @@ class DeltaNet:
             mx.zeros((1, heads.key_heads, heads.key_size), dtype=dtype),
             mx.zeros((1, heads.value_heads, heads.value_size), dtype=dtype),
         )
+
+    def _advance(
+        self, projected: mx.array, spans: RowSpans, held: Held, slots: mx.array, accepted: RowSpans
+    ) -> tuple[mx.array, Held]:
+        """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what is held then."""
+        q, k, v, conv_state = causal_conv_advance(
+            projected,
+            held.projected,
+            accepted,
+            held.conv_state,
+            self.conv,
+            self.heads,
+            spans=spans,
+            slots=slots,
+        )
+        new = DeltaRows(k, v, projected, projected)
+        out, state = gated_delta_advance(
+            q, new, held.rows, accepted, held.state, spans=spans, slots=slots, gates=self.gates
+        )
+        return out, Held(state, conv_state, projected, k, v)
 
     def _settled(self, held: Held, accepted: RowSpans) -> Held:
         """Step through the accepted rows, so that the passes behind a prompt of any length have one shape."""
