@@ -4,7 +4,7 @@ constexpr int WIDTH = GATED ? N / 2 : N, OUTPUTS = TEAMS * 4 * (GATED ? COLUMNS 
 threadgroup uint4 memory[SPLITS * TEAMS * COLUMNS];
 
 const int pair = threadgroup_position_in_grid.y;
-const size_t expert = experts[pair];
+const int64_t expert = experts[pair];
 Work<1, COLUMNS, SPLITS, TEAMS, GATED> work;
 work.first = threadgroup_position_in_grid.x * OUTPUTS;
 work.thread_index = thread_index_in_threadgroup;
@@ -14,7 +14,7 @@ for (int c = 0; c < COLUMNS; c++) weight_rows[c] = work.weight_row(c, WIDTH) * K
 
 float sums[1][COLUMNS] = {};
 add_dense<T, 1, K, COLUMNS, SPLITS, TEAMS, STEPS, GATED>(
-    weight + expert * (size_t(N) * K), weight_rows, x + pair / PAIRS_OF_ROW * K, work,
+    weight + expert * (int64_t(N) * K), weight_rows, x + pair / PAIRS_OF_ROW * K, work,
     (threadgroup typename Four<T>::type*)memory, sums);
 work.share(sums, (threadgroup float*)memory);
 metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);

@@ -4,7 +4,7 @@ constexpr int WIDTH = GATED ? N / 2 : N, OUTPUTS = TEAMS * 4 * (GATED ? COLUMNS 
 threadgroup uint4 memory[SPLITS * TEAMS * COLUMNS];
 
 const int pair = threadgroup_position_in_grid.y;
-const size_t expert = experts[pair];
+const int64_t expert = experts[pair];
 Work<1, COLUMNS, SPLITS, TEAMS, GATED> work;
 work.first = threadgroup_position_in_grid.x * OUTPUTS;
 work.thread_index = thread_index_in_threadgroup;

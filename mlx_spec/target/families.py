@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, linear_rows, moe_rows
+from metal_kernels import Experts, Linear, linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
 
 FeedForward = Callable[[mx.array, mx.array], mx.array]
@@ -23,7 +23,8 @@ def dense_or_experts(mlp: Any) -> FeedForward:
     """Return the feed-forward of a mixture-of-experts model's layer; some layers may be dense."""
     if not hasattr(mlp, "switch_mlp"):
         return dense(mlp)
-    return lambda x, residual: residual + moe_rows(mlp, x)
+    experts = Experts.of(mlp)
+    return lambda x, residual: residual + moe_rows(experts, x)
 
 
 @dataclass(frozen=True)
