@@ -8,7 +8,7 @@ from mlx_spec.row_check import check_rows
 from mlx_spec.statistics import Exactness
 from mlx_spec.target import Target
 
-OFF = Exactness(False, "exact is off: MLX's own operations run, whose rows may depend on each other")
+OFF = Exactness(False, "turned off: MLX's own operations run, whose rows may depend on each other")
 # So many rows of each pass are computed alone too.
 COMPARED = 4
 

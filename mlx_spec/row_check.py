@@ -12,7 +12,7 @@ from mlx_spec.target import Sequence, Target
 from mlx_spec.target.pages import PAGE_SLOTS
 
 # Positions before the rows that a model is checked with: the rows cross the end of a page.
-CONTEXT = 60
+CONTEXT = 28
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def check_rows(target: Target, counts: SequenceOf[int], compared: int = MAX_ROWS
     """Compare the first ``compared`` rows of passes of several rows with the same rows computed one at a time.
 
     Yields the first difference of each pass, or None; counts: rows of the passes, of which those that do not fit
-    into the model's context are left out. The rows stand behind a text of 60 tokens, or at the beginning where the
+    into the model's context are left out. The rows stand behind a text of 28 tokens, or at the beginning where the
     context or the pool is small.
     """
     most, pages = max(counts), -(-(CONTEXT + max(counts)) // PAGE_SLOTS) + 1

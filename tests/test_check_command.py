@@ -150,7 +150,7 @@ def test_a_model_whose_rows_depend_on_each_other(
     assert found["failures"] == found["model"]["failures"]
     assert len(found["failures"]) == 2
     for rows, said in zip((15, 16), found["failures"], strict=True):
-        assert said.startswith(f"{model}, position 62: row 3 of {rows} differs by up to ")
+        assert said.startswith(f"{model}, position 30: row 3 of {rows} differs by up to ")
 
 
 def test_a_model_that_cannot_be_loaded(few_cases: None, capsys: Capture) -> None:

@@ -103,7 +103,7 @@ def test_a_model_is_checked_once(target: Target, cache: Path, checks: list[list[
 def test_what_differs_is_said_and_kept(uneven: None, checks: list[list[int]]) -> None:
     found = checked_exactness(tiny_target("llama"), 8)
     assert not found.holds
-    assert found.reason.startswith("position 61: row 2 of 8 differs by up to ")
+    assert found.reason.startswith("position 29: row 2 of 8 differs by up to ")
     assert found == checked_exactness(tiny_target("llama"), 8)
     assert len(checks) == 1
 
@@ -127,7 +127,7 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_found() -> None:
         assert checked_exactness(target, 8) == EXACT
     with launching(faulty):
         found = mlx_spec.exactness.check(target, [2, 8])
-    assert not found.holds and found.reason.startswith("position 63: row 4 of 8 differs by up to ")
+    assert not found.holds and found.reason.startswith("position 31: row 4 of 8 differs by up to ")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_failed_check_is_said_and_generation_goes_on(model: str, drafter: str,
     assert last.generation_tokens == 6
     told = last.statistics.as_dict()
     assert told["exact"] is False
-    assert told["exact_reason"].startswith("position 61: row 2 of 8 differs")
+    assert told["exact_reason"].startswith("position 29: row 2 of 8 differs")
     assert f"Exact: no, {told['exact_reason']}" in str(last.statistics)
 
 
@@ -214,7 +214,7 @@ def test_the_command_tells_it(model: str, exact: str, capsys: pytest.CaptureFixt
 
 def test_the_command_hides_no_failed_check(model: str, uneven: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", model, "-m", "4", "--verbose", "F"]) == 0
-    assert capsys.readouterr().err.startswith("not exact: position 61: row 2 of 8 differs by up to ")
+    assert capsys.readouterr().err.startswith("not exact: position 29: row 2 of 8 differs by up to ")
 
 
 # ---- engines and implementations
