@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import prod
 
 import mlx.core as mx
 
@@ -44,7 +45,7 @@ NO_PATHS, NO_SINKS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.flo
 class Cached:
     """What the S sequences of a pass hold, and how many of its rows belong to each.
 
-    pages: int32 [S, P]. The first ceil(length / slots) entries of a sequence are its pages; the rest is never read.
+    pages: int32 [S, P]. The first ceil(length / slots) of a sequence's entries are its pages; no others are read.
     lengths: int32 [S], positions held. counts: rows of each sequence; they stand one sequence behind another.
     """
 
@@ -54,11 +55,11 @@ class Cached:
 
     def positions(self) -> mx.array:
         """Return the positions [R] int32 of rows that follow what is held, one behind another."""
-        owners = [s for s, count in enumerate(self.counts) for _ in range(count)]
-        offsets = [i for count in self.counts for i in range(count)]
+        offsets = mx.array([i for count in self.counts for i in range(count)], dtype=mx.int32)
         if len(self.counts) == 1:
-            return self.lengths + mx.array(offsets, dtype=mx.int32)
-        return self.lengths[mx.array(owners)] + mx.array(offsets, dtype=mx.int32)
+            return self.lengths + offsets
+        owners = mx.array([s for s, count in enumerate(self.counts) for _ in range(count)])
+        return self.lengths[owners] + offsets
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ def attention_rows(
     Row i of a sequence stands at position length + i. It sees the positions up to its own, at most ``window`` of
     them: a key at position p is seen from q when p <= q and q - p < window.
     paths: int32 [R, R], for trees. paths[i] lists the rows from a root to row i, numbered within their sequence,
-    then -1 up to the end; row i sees these as the positions length, length + 1, ... and stands where it sees itself.
+    then -1 up to the end. Row i sees them at the positions length, length + 1, ... and stands at the last one.
     block: every row of a sequence sees all of its rows, and what is cached by the window.
-    softcap: scores s become softcap * tanh(s / softcap). sinks: [H], scores without a value beside those of the keys.
+    softcap: scores s become softcap * tanh(s / softcap). sinks: [H], one score more a head, which has no value.
 
-    Returns [R, H, D] in the dtype of the queries. For sequences of up to 16 rows, a row's bits are the same whatever
-    rows stand beside it, whichever of its keys are cached, and wherever their pages lie: positions are reduced in
-    pieces that begin at fixed positions. Sequences of more rows (prompts) go through MLX's own attention.
+    Returns [R, H, D] in the dtype of the queries. In sequences of up to 16 rows the kernel gives a row the same
+    bits whatever rows stand beside it, whichever of its keys are cached, and wherever their pages lie: positions
+    are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's attention.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     view = View(scale, window, softcap, sinks, block)
@@ -120,13 +121,14 @@ def attention_rows(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def reference_attention(
+def reference_attention_rows(
     queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View
 ) -> mx.array:
     """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N], in their dtype."""
     rows, heads, dim = queries.shape
     kv_heads = keys.shape[1]
-    scores = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim) @ keys.transpose(1, 2, 0)[:, None]
+    by_head = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim)
+    scores = by_head @ keys.transpose(1, 2, 0)[:, None]
     if view.softcap is not None:
         scores = mx.tanh(scores / view.softcap) * view.softcap
     scores = mx.where(visible, scores, -mx.inf)
@@ -197,17 +199,10 @@ def _work(dim: int) -> tuple[int, int]:
 def _strides(pool: mx.array, slot_major: bool) -> list[tuple[str, int]]:
     """Return the distances of pages, layers, slots, and of a value from its key, in elements."""
     sizes = [pool.shape[i] for i in range(6)]
-    page, first, second, third = (_product(sizes[i + 1 :]) for i in range(4))
+    page, first, second, third = (prod(sizes[i + 1 :]) for i in range(4))
     slot, layer, value = (first, second, third) if slot_major else (third, first, second)
     names = ("PAGE_STRIDE", "LAYER_STRIDE", "SLOT_STRIDE", "VALUE_STRIDE", "SLOTS")
     return list(zip(names, (page, layer, slot, value, sizes[1 if slot_major else 3]), strict=True))
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 @lru_cache(maxsize=4096)
@@ -238,34 +233,32 @@ def _composed(
 ) -> mx.array:
     """Attend from the rows of one sequence by MLX's operations.
 
-    Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is reduced
-    in the same order whatever rows stand beside it or are cached behind it.
+    Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is
+    reduced in the same order whatever rows stand beside it or are cached behind it.
     """
     count, slots, length = queries.shape[0], pool.shape[1 if slot_major else 3], cached.lengths[0]
-    held = mx.arange(cached.pages.shape[1]) * slots < length
-    pages = mx.where(held, cached.pages[0], 0)
-    total = (pages.size + -(-count // slots)) * slots
-    key_at = mx.arange(total)
+    more = -(-count // slots)
+    pages = mx.concatenate([cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
+    pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
+    key_at = mx.arange(pages.size * slots)
+    row_at = length + mx.arange(count)
 
     def lay_out(side: int, new: mx.array) -> mx.array:
-        old = pool[pages][:, :, layer, side] if slot_major else pool[pages, layer, side]
+        old = pool[:, :, layer, side][pages] if slot_major else pool[pages, layer, side]
         rows = old.reshape(-1, *new.shape[1:])
-        rows = mx.concatenate([rows, mx.zeros((total - rows.shape[0], *new.shape[1:]), dtype=new.dtype)])
-        rows = mx.where((key_at < length)[:, None, None], rows, mx.array(0, dtype=rows.dtype))
-        rows[length + mx.arange(count)] = new
+        if side == 1:
+            # Slots of no position may hold anything, and 0 times infinity is not 0.
+            rows = mx.where((key_at < length)[:, None, None], rows, mx.array(0, dtype=rows.dtype))
+        rows[row_at] = new
         return rows
 
-    depth, sees = _sees_rows(count, paths, view)
-    behind = key_at - length
-    visible = mx.where(behind < 0, True, sees[:, mx.clip(behind, 0, count - 1)] & (behind < count))
-    if view.window is not None:
-        visible = visible & ((behind >= 0) | (depth[:, None] - behind < view.window))
+    visible = _visible(length, row_at, key_at, view, paths)
     laid = lay_out(0, keys), lay_out(1, values)
     if implementation() == "reference":
-        wide = (x.astype(mx.float32) for x in (queries, *laid))
-        return reference_attention(*wide, visible, view).astype(queries.dtype)
+        wide = [x.astype(mx.float32) for x in (queries, *laid)]
+        return reference_attention_rows(wide[0], wide[1], wide[2], visible, view).astype(queries.dtype)
     if view.softcap is not None:
-        return reference_attention(queries, *laid, visible, view)
+        return reference_attention_rows(queries, *laid, visible, view)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None],
         *(x.swapaxes(0, 1)[None] for x in laid),
@@ -276,17 +269,24 @@ def _composed(
     return out[0].swapaxes(0, 1)
 
 
-def _sees_rows(count: int, paths: mx.array | None, view: View) -> tuple[mx.array, mx.array]:
-    """Return how far behind the cached positions each row stands [R], and which rows it sees [R, R]."""
-    depth, step = mx.arange(count), mx.arange(count)
-    if view.block:
-        return depth, mx.ones((count, count), dtype=mx.bool_)
-    if paths is None:
-        sees = step <= depth[:, None]
-        return depth, sees if view.window is None else sees & (depth[:, None] - step < view.window)
-    depth = mx.sum(paths >= 0, axis=1) - 1
-    near = paths if view.window is None else mx.where(depth[:, None] - step < view.window, paths, -1)
-    return depth, mx.any(near[:, :, None] == step, axis=1)
+def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, paths: mx.array | None) -> mx.array:
+    """Return [R, N]: which keys, the rows of the pass laid out behind the cached ones, each row sees."""
+    count = row_at.size
+    if paths is not None:
+        steps = mx.arange(count)
+        row_at = length + mx.sum(paths >= 0, axis=1) - 1
+        if view.window is not None:
+            paths = mx.where(row_at[:, None] - (length + steps) < view.window, paths, -1)
+        sees_row = mx.any(paths[:, :, None] == steps, axis=1)
+        behind = key_at - length
+        sees_new = sees_row[:, mx.clip(behind, 0, count - 1)] & (behind < count)
+    elif view.block:
+        sees_new = key_at < length + count
+    else:
+        visible = key_at <= row_at[:, None]
+        return visible if view.window is None else visible & (row_at[:, None] - key_at < view.window)
+    sees_old = mx.array(True) if view.window is None else row_at[:, None] - key_at < view.window
+    return mx.broadcast_to(mx.where(key_at < length, sees_old, sees_new), (count, key_at.size))
 
 
 def _check(
@@ -306,14 +306,16 @@ def _check(
     kv_heads = keys.shape[1]
     if (keys.shape, values.shape) != ((rows, kv_heads, dim),) * 2:
         raise ValueError(
-            f"Queries {queries.shape} need keys and values {(rows, 'KV', dim)}, not {keys.shape} and {values.shape}."
+            f"Queries {queries.shape} need keys and values [{rows}, KV, {dim}], "
+            f"not {keys.shape} and {values.shape}."
         )
     if heads % kv_heads:
         raise ValueError(f"The number of query heads must be a multiple of the {kv_heads} KV heads, not {heads}.")
     dtypes = [x.dtype for x in (queries, keys, values, pool)]
     if len(set(dtypes)) > 1 or dtypes[0] not in (mx.bfloat16, mx.float16, mx.float32):
         raise ValueError(
-            f"Queries, keys, values and pool must all be bfloat16, float16 or float32, not {', '.join(map(str, dtypes))}."
+            "Queries, keys, values and pool must all be bfloat16, float16 or float32, "
+            f"not {', '.join(map(str, dtypes))}."
         )
     layers = pool.shape[2 if slot_major else 1] if pool.ndim == 6 else 0
     if pool.ndim != 6 or pool.shape[3 if slot_major else 2] != 2 or pool.shape[4:] != (kv_heads, dim):

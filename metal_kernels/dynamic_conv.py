@@ -9,7 +9,7 @@ from metal_kernels.launch import Kernel
 
 KERNEL = Kernel("dynamic_conv", inputs=("x", "base", "dynamic", "residual"), outputs=("out",))
 THREADS = 256
-MOST_ROWS = 16
+MOST_ROWS = 256
 
 
 def dynamic_conv(
@@ -24,10 +24,10 @@ def dynamic_conv(
     that one of the S kernels is applied: cutting it out first would copy it.
     Returns [..., B, H] in the dtype of x. Rows before the first one count as zero. Raises ValueError for shapes
     that do not fit each other.
+    The kernel takes up to 256 rows in all and has no gradient: more rows, as in training, run MLX's operations.
     Source: Z Lab's DFlash2 (``GroupedDynamicCausalConv`` of PyPI ``dflash`` 0.1.0).
     """
     _check(x, base, dynamic, residual, side)
-    # Training runs thousands of rows, and needs gradients, which our kernel has not.
     if implementation() == "native" and x.size // x.shape[-1] <= MOST_ROWS:
         return _native(x, base, dynamic, residual, side)
     if side is not None:

@@ -34,8 +34,8 @@ def gather_rows(
 
     x: [R, K], one row for all its experts, or [R, T, K], in bfloat16, float16 or float32. experts: [R, T] int32,
     each from 0 to E - 1, which nothing checks. Quantised weights: weight [E, N, K * bits / 32] uint32 with scales
-    and biases [E, N, K / group_size], as ``qmm_rows`` takes them. Plain weights: weight [E, N, K] in the dtype of x
-    with K a multiple of 8, and None for scales and biases.
+    and biases [E, N, K / group_size], as ``qmm_rows`` takes them. Plain weights: weight [E, N, K] in the dtype of
+    x with K a multiple of 8, and None for scales and biases.
 
     gated: the first N / 2 outputs are gates, and the result is silu(gate) * other [R, T, N / 2]. Returns [R, T, N]
     in the dtype of x; the kernel gives a row and an expert the bits that ``qmm_rows`` or ``gemm_rows`` give them.

@@ -1,9 +1,10 @@
 // The tensor core twin of gemm_rows.metal: x and weight in bfloat16 or float16, K a multiple of 8.
 //
 // A block makes 16 * TILES output columns; its warps take chunks of 64 k in turns, each through its own ring in
-// shared memory. Every row count runs the same tile.
+// shared memory. Every row count runs the same tiles.
 // body
-constexpr int COLUMNS = 16 * TILES, ROW_TILES = (R + 7) / 8, PIECES = 8, CHUNKS = (K + 63) / 64;
+constexpr int COLUMNS = 16 * TILES, PIECES = 8, CHUNKS = (K + 63) / 64;
+const int rows = x_shape[0];
 constexpr int WIDTH = GATED ? N / 2 : N, OUT = GATED ? COLUMNS / 2 : COLUMNS;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, part = lane & 3;
 const int first = blockIdx.x * OUT;
@@ -29,7 +30,7 @@ auto read_ahead = [&](int chunk) {
     for (int r = 0; r < ROW_TILES; r++) {
       int k = chunk * 64 + side * 32;
       next_x[side][r] = make_uint4(0, 0, 0, 0);
-      if (r * 8 + quad < R && (K % 64 == 0 || k + part * 8 < K))
+      if (r * 8 + quad < rows && (K % 64 == 0 || k + part * 8 < K))
         next_x[side][r] = __ldg(reinterpret_cast<const uint4*>(x_row + r * 8 * K + k));
     }
 };
@@ -80,4 +81,4 @@ for (int m = 0; m < TILES; m++)
     }
 __syncthreads();
 finish_columns<T, WARPS, COLUMNS, ROW_TILES * 8, HAS_BIAS, HAS_RESIDUAL, GATED>(
-    sums, first, R, WIDTH, bias, residual, out);
+    sums, first, rows, WIDTH, bias, residual, out);

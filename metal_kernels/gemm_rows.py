@@ -1,4 +1,4 @@
-"""Weights of the rows' own type times few rows: every weight is read once for all rows."""
+"""Weights of the rows' own type times few rows: memory gives every weight once for all rows."""
 
 from dataclasses import replace
 
@@ -61,12 +61,10 @@ def reference_gemm_rows(
     return finish(product, bias, residual, gated).astype(x.dtype)
 
 
-def _cut(
-    x: mx.array, outputs: int, bias: mx.array | None, gated: bool
-) -> tuple[Kernel, Geometry | TensorCut]:
+def _cut(x: mx.array, outputs: int, bias: mx.array | None, gated: bool) -> tuple[Kernel, Geometry | TensorCut]:
     """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
     if bias is None or bias.dtype == x.dtype:
-        tensor = tensor_cut(x.dtype, outputs, x.shape[1] * 2, TWIN_CHUNK, gated)
+        tensor = tensor_cut(x, outputs, x.shape[1] * 2, TWIN_CHUNK, gated)
         if tensor is not None:
             return TWIN, tensor
     return KERNEL, geometry(x.shape[0], outputs, x.shape[1], x.dtype, gated)
@@ -77,13 +75,12 @@ def _native(
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
     kernel, cut = _cut(x, outputs, bias, gated)
-    absent = mx.zeros((1,), dtype=x.dtype)
-    fused = [absent if part is None else part for part in (bias, residual)]
+    # The kernel reads no absent input: x, which is there already, stands in for it.
+    fused = [x if part is None else part for part in (bias, residual)]
     (out,) = kernel(
         [x, weight, *fused],
         template=[
             ("T", x.dtype),
-            ("R", rows),
             ("K", depth),
             ("N", outputs),
             ("HAS_BIAS", bias is not None),

@@ -1,8 +1,7 @@
-"""Linear maps over rows: the weights of one module, of several modules that read the same rows, or a part of one."""
+"""Linear maps over rows: the weights of one module, of several that read the same rows, or a part of one."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx import nn
@@ -25,7 +24,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Linear:
-    """Weights [N, K] as MLX holds them, quantised when ``packing`` is set, and an additive ``bias`` [N] or None.
+    """Weights [N, K] as MLX holds them, quantised where ``packing`` is set, and what is added, ``bias`` [N].
 
     Those of experts have an axis more, [E, N, K] and [E, N]; see ``moe_rows``.
     """
@@ -64,15 +63,17 @@ class Linear:
             for name in modules[0].parameters()
         }
         mx.eval(whole)
-        ends = [sum(part.size for part in parts[: i + 1]) for i in range(len(parts))]
-        views = {name: mx.split(value, ends[:-1], axis=_output_axis(name)) for name, value in whole.items()}
-        for i, module in enumerate(modules):
-            module.update({name: value[i] for name, value in views.items()})
+        start = 0
+        for module, part in zip(modules, parts, strict=True):
+            place = slice(start, start + part.size)
+            module.update({n: x[..., place] if n == "bias" else x[..., place, :] for n, x in whole.items()})
+            start = place.stop
         return (Linear(**whole, packing=parts[0].packing),)
 
     def rows(self, index: mx.array) -> "Linear":
         """Return a copy of the output rows ``index`` [N]."""
-        return replace(self, **{name: value[index] for name, value in self.tensors.items()})
+        tensors = {name: value[index] for name, value in self.tensors.items()}
+        return Linear(**tensors, packing=self.packing)
 
     @property
     def size(self) -> int:
@@ -103,7 +104,7 @@ def linear_rows(
 ) -> mx.array:
     """Apply a linear map, or several whose outputs stand side by side, to rows: x [..., K] to [..., N].
 
-    ``residual`` [..., N] is added. With ``gated`` the first N / 2 outputs are gates: silu(gate) * up, [..., N / 2].
+    ``residual`` [..., N] is added. With ``gated`` the first half are gates: silu(gate) * up, [..., N / 2].
     Up to 16 rows of plain or affine weights run through our kernels where these run; more rows, and other
     packings, through MLX's own.
     """
@@ -124,24 +125,42 @@ def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) ->
     affine = linear.packing is None or linear.packing.mode == "affine"
     if rows > MAX_ROWS or not affine or implementation() == "stock":
         return _finish(_stock(x, linear), residual, gated)
-    flat = x.reshape(rows, -1)
-    extras: dict[str, Any] = {"bias": linear.bias, "gated": gated}
-    extras["residual"] = None if residual is None else residual.reshape(rows, -1)
-    if linear.packing is None:
-        out = gemm_rows(flat, linear.weight, **extras)
+    flat, bias, packing = x.reshape(rows, -1), linear.bias, linear.packing
+    residual = None if residual is None else residual.reshape(rows, -1)
+    if packing is None:
+        out = gemm_rows(flat, linear.weight, bias=bias, residual=residual, gated=gated)
     else:
         assert linear.scales is not None and linear.biases is not None
-        packed = {"group_size": linear.packing.group_size, "bits": linear.packing.bits}
-        out = qmm_rows(flat, linear.weight, linear.scales, linear.biases, **packed, **extras)
+        out = qmm_rows(
+            flat,
+            linear.weight,
+            linear.scales,
+            linear.biases,
+            group_size=packing.group_size,
+            bits=packing.bits,
+            bias=bias,
+            residual=residual,
+            gated=gated,
+        )
     return out.reshape(*x.shape[:-1], -1)
 
 
 def _stock(x: mx.array, linear: Linear) -> mx.array:
-    if linear.packing is None:
+    packing = linear.packing
+    if packing is None:
         out = x @ linear.weight.T
     else:
-        packing = {"group_size": linear.packing.group_size, "bits": linear.packing.bits, "mode": linear.packing.mode}
-        out = mx.quantized_matmul(x, linear.weight, linear.scales, linear.biases, transpose=True, **packing)
+        assert linear.scales is not None
+        out = mx.quantized_matmul(
+            x,
+            linear.weight,
+            linear.scales,
+            linear.biases,
+            transpose=True,
+            group_size=packing.group_size,
+            bits=packing.bits,
+            mode=packing.mode,
+        )
     return out if linear.bias is None else out + linear.bias
 
 

@@ -40,8 +40,7 @@ if (FIRST) {
   most = metal::simd_max(most);
   float sum = 0.0f;
   for (int s = lane; s < SLICES; s += 32) {
-    const float peak = partials[start + 2 * s];
-    const float share = peak == minus_infinity ? 0.0f : metal::precise::exp(peak - most);
+    const float share = metal::precise::exp(partials[start + 2 * s] - most);
     sum = metal::fma(partials[start + 2 * s + 1], share, sum);
   }
   sum = metal::simd_sum(sum);

@@ -15,8 +15,8 @@ def logprob_rows(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array
 
     logits: [R, V] in bfloat16, float16 or float32. tokens: [R] int32.
     Returns (log-sum-exp [R], logits[r, tokens[r]] - log-sum-exp [R]), both float32. Entries of -inf count as
-    probability 0. A row with NaN or +inf gives no finite number, and a token outside 0 .. V - 1 gives NaN.
-    Raises ValueError for other shapes and dtypes.
+    probability 0. A row with NaN or +inf, or of -inf alone, gives no finite number; a token outside 0 .. V - 1
+    gives NaN. Raises ValueError for other shapes and dtypes.
     """
     if logits.ndim != 2 or not logits.size or tokens.shape != logits.shape[:1] or tokens.dtype != mx.int32:
         raise ValueError(
@@ -55,7 +55,7 @@ def _native(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
         template=[*template, ("FIRST", False)],
         groups=(1, rows, 1),
         threads=(32, 1, 1),
-        shapes=[(2, rows)],
+        shapes=[(2 * rows,)],
         dtypes=[mx.float32],
     )
-    return results[0], results[1]
+    return results[:rows], results[rows:]

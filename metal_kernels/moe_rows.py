@@ -63,8 +63,8 @@ def moe_rows(experts: Experts, x: mx.array) -> mx.array:
 
 def _total(weights: mx.array) -> mx.array:
     """Sum [R, T] to [R, 1] in order and in float32; on GPUs ``mx.sum`` sums one row otherwise than several."""
-    parts = mx.split(weights.astype(mx.float32), weights.shape[-1], axis=-1)
-    return reduce(operator.add, parts).astype(weights.dtype)
+    wide = weights.astype(mx.float32)
+    return reduce(operator.add, (wide[:, t : t + 1] for t in range(wide.shape[1]))).astype(weights.dtype)
 
 
 def _gated(x: mx.array, gate_up: tuple[Linear, ...], chosen: mx.array) -> mx.array:

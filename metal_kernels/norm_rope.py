@@ -52,8 +52,9 @@ def qkv_norm_rope(
     joined: [R, (H + 2 KV) * D], in a row H query heads, then KV key heads, then KV value heads. weights: those of
     the query and of the key norm, [D] each, or None for no norm. positions: [R] int32. gated: each query head is
     followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
-    Returns queries [R, H, D] and keys and values [2, R, KV, D] (keys first, each of the two contiguous), in the
-    dtype of joined. Raises ValueError for shapes and dtypes that do not fit.
+    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, in the dtype of joined. Its halves
+    kv[:1] and kv[1:] are contiguous and cost nothing (kv[0], with MLX, is a copy).
+    Raises ValueError for shapes and dtypes that do not fit.
     """
     rows, slots = joined.shape[0], heads * (1 + gated) + 2 * kv_heads
     dim = joined.shape[-1] // slots

@@ -2,7 +2,7 @@
 //
 // A block makes 16 * TILES output columns; its warps take chunks of K in turns, each through its own ring in shared
 // memory. Packed values become exact integers around zero, so products are exact; each group is scaled once in
-// float32. Every row count runs the same tile.
+// float32. Every row count runs the same tiles.
 
 // (word & mask) | bits in one instruction, which the compiler does not find for two constants.
 __device__ __forceinline__ unsigned mask_or(unsigned word, unsigned mask, unsigned bits) {
@@ -117,7 +117,8 @@ struct alignas(COUNT * sizeof(T)) Several {
 };
 
 // body
-constexpr int COLUMNS = 16 * TILES, ROW_TILES = (R + 7) / 8;
+constexpr int COLUMNS = 16 * TILES;
+const int rows = x_shape[0];
 constexpr int GROUP_BYTES = GROUP * BITS / 8, CHUNK_BYTES = GROUP_BYTES > 64 ? GROUP_BYTES : 64;
 constexpr int PIECES = CHUNK_BYTES / 16, CHUNK_GROUPS = CHUNK_BYTES / GROUP_BYTES;
 constexpr int RUN = GROUP / 4, WORDS = RUN * BITS / 32, READ = WORDS < 4 ? WORDS : 4;
@@ -125,7 +126,7 @@ constexpr int GROUPS = K / GROUP, CHUNKS = (GROUPS + CHUNK_GROUPS - 1) / CHUNK_G
 constexpr int WIDTH = GATED ? N / 2 : N, OUT = GATED ? COLUMNS / 2 : COLUMNS;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, part = lane & 3;
 const int first = blockIdx.x * OUT;
-const unsigned one = std::is_same<T, __half>::value ? 0x3C003C00u : 0x3F803F80u;
+const unsigned one = is_half<T>::value ? 0x3C003C00u : 0x3F803F80u;
 const unsigned ones[4] = {one, one, one, one};
 
 // The weight row behind a column of the block; beyond the last one it is repeated, and not written.
@@ -160,7 +161,7 @@ auto read_ahead = [&](int chunk) {
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) {
         next_x[g][run][r] = make_uint4(0, 0, 0, 0);
-        if (r * 8 + quad < R)
+        if (r * 8 + quad < rows)
           next_x[g][run][r] = __ldg(reinterpret_cast<const uint4*>(x_row + r * 8 * K + group * GROUP + run * 8));
       }
   }
@@ -267,4 +268,4 @@ for (int m = 0; m < TILES; m++)
     }
 __syncthreads();
 finish_columns<T, WARPS, COLUMNS, ROW_TILES * 8, HAS_BIAS, HAS_RESIDUAL, GATED>(
-    sums, first, R, WIDTH, bias, residual, out);
+    sums, first, rows, WIDTH, bias, residual, out);

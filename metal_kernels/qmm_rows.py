@@ -1,4 +1,4 @@
-"""Affine quantised weights times few rows: every packed word is read once for all rows."""
+"""Affine quantised weights times few rows: memory gives every packed word once for all rows."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def _cut(
     """Choose the kernel and its cut; neither depends on how many rows there are where bits could tell."""
     depth, chunk = x.shape[1], max(CHUNK, group_size * bits // 8)
     if bits in (4, 8) and scales.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
-        tensor = tensor_cut(x.dtype, outputs, depth * bits // 8, chunk, gated)
+        tensor = tensor_cut(x, outputs, depth * bits // 8, chunk, gated)
         if tensor is not None:
             return TWIN, tensor
     return KERNEL, geometry(x.shape[0], outputs, depth, x.dtype, gated)
@@ -103,20 +103,12 @@ def _native(
 ) -> mx.array:
     (rows, depth), outputs = x.shape, weight.shape[0]
     kernel, cut = _cut(x, outputs, scales, bias, group_size, bits, gated)
-    absent = mx.zeros((1,), dtype=x.dtype)
-    inputs = [
-        x,
-        weight,
-        scales,
-        biases,
-        absent if bias is None else bias,
-        absent if residual is None else residual,
-    ]
+    # The kernel reads no absent input: x, which is there already, stands in for it.
+    fused = [x if part is None else part for part in (bias, residual)]
     (out,) = kernel(
-        inputs,
+        [x, weight, scales, biases, *fused],
         template=[
             ("T", x.dtype),
-            ("R", rows),
             ("K", depth),
             ("N", outputs),
             ("BITS", bits),

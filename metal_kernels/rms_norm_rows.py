@@ -52,10 +52,10 @@ def _native(x: mx.array, weight: mx.array, eps: float, residual: mx.array | None
         template=[("T", x.dtype), ("WIDTH", width), ("THREADS", threads), ("RESIDUAL", residual is not None)],
         groups=(1, rows, 1),
         threads=(threads, 1, 1),
-        shapes=[(1 if residual is None else 2, rows, width)],
+        shapes=[(rows if residual is None else 2 * rows, width)],
         dtypes=[x.dtype],
     )
-    return (x if residual is None else out[1]), out[0]
+    return (x, out) if residual is None else (out[rows:], out[:rows])
 
 
 @cache

@@ -14,11 +14,12 @@ MOST_WEIGHTS = 1 << 31
 class Geometry:
     """How ``row_products.metal`` cuts a product, and the launch that fits.
 
-    columns: weight rows that one lane multiplies. splits: simdgroups that share K; the order of the sums depends
-    on it, so it follows from K alone. teams: groups of simdgroups with columns of their own. steps: pieces of K
-    that wait in threadgroup memory at once.
+    rows: of x. columns: weight rows that one lane multiplies. splits: simdgroups that share K; the order of the
+    sums depends on it, so it follows from K alone. teams: groups of simdgroups with columns of their own. steps:
+    pieces of K that wait in threadgroup memory at once.
     """
 
+    rows: int
     columns: int
     splits: int
     teams: int
@@ -29,7 +30,9 @@ class Geometry:
     @property
     def template(self) -> list[tuple[str, int]]:
         """The kernel's template values for this cut."""
-        return [("COLUMNS", self.columns), ("SPLITS", self.splits), ("TEAMS", self.teams), ("STEPS", self.steps)]
+        names = ("R", "COLUMNS", "SPLITS", "TEAMS", "STEPS")
+        values = (self.rows, self.columns, self.splits, self.teams, self.steps)
+        return list(zip(names, values, strict=True))
 
 
 def geometry(rows: int, outputs: int, depth: int, dtype: mx.Dtype, gated: bool) -> Geometry:
@@ -44,7 +47,7 @@ def geometry(rows: int, outputs: int, depth: int, dtype: mx.Dtype, gated: bool) 
     steps = min(max(8192 // step_bytes, 1), -(-depth // (splits * 256)))
     width, group = (outputs // 2, teams * columns * 2) if gated else (outputs, teams * columns * 4)
     threads = 32 * splits * teams * (2 if rows > 8 else 1)
-    return Geometry(columns, splits, teams, steps, -(-width // group), threads)
+    return Geometry(rows, columns, splits, teams, steps, -(-width // group), threads)
 
 
 def check_rows(name: str, x: mx.array) -> None:

@@ -2,11 +2,15 @@
 // A column of the result depends on its own column of x alone, so a row of x gets the same bits beside any others.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <type_traits>
+
+template <typename T>
+struct is_half { static constexpr bool value = false; };
+template <>
+struct is_half<__half> { static constexpr bool value = true; };
 
 template <typename T>
 __device__ __forceinline__ void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  if constexpr (std::is_same<T, __half>::value) {
+  if constexpr (is_half<T>::value) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -17,8 +17,12 @@ STATIC_MEMORY = 48 * 1024
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How ``qmm_rows.cu`` and ``gemm_rows.cu`` cut a product: it depends on the weights alone, not on the rows."""
+    """How ``qmm_rows.cu`` and ``gemm_rows.cu`` cut a product; row_tiles: how many times 8 rows of x there are.
 
+    All else depends on the weights alone, so a row gets the same bits beside any number of others.
+    """
+
+    row_tiles: int
     warps: int
     groups: int
 
@@ -30,20 +34,20 @@ class TensorCut:
     @property
     def template(self) -> list[tuple[str, int]]:
         """The kernel's template values for this cut."""
-        return [("TILES", TILES), ("WARPS", self.warps), ("STAGES", STAGES)]
+        return [("ROW_TILES", self.row_tiles), ("TILES", TILES), ("WARPS", self.warps), ("STAGES", STAGES)]
 
 
-def tensor_cut(dtype: mx.Dtype, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
-    """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes, of which a warp takes ``chunk`` at a time.
+def tensor_cut(x: mx.array, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
+    """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes; a warp takes ``chunk`` of them at a time.
 
     None where tensor cores cannot do it: on other machines, for float32 rows, for weight rows that are no whole
     number of pieces.
     """
-    if not runs_on_cuda() or dtype == mx.float32 or row_bytes % PIECE:
+    if not runs_on_cuda() or x.dtype == mx.float32 or row_bytes % PIECE:
         return None
     columns = 16 * TILES
     warps = 8
     if outputs >= WIDE or warps * STAGES * columns * chunk > STATIC_MEMORY:
         warps = 4
     width = outputs // 2 if gated else outputs
-    return TensorCut(warps, -(-width // (columns // 2 if gated else columns)))
+    return TensorCut(-(-x.shape[0] // 8), warps, -(-width // (columns // 2 if gated else columns)))

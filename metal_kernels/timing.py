@@ -14,7 +14,7 @@ WARM_UP = 2
 
 
 def call_ms(case: Case, counts: Sequence[int], repeats: int) -> dict[int, float]:
-    """Return the milliseconds of a call with each number of rows: the median of ``repeats``, without compilation."""
+    """Return the milliseconds of a call with each number of rows, compilation left out: medians of ``repeats``."""
     copies = [case.make() for _ in range(COPIES)]
     found = {}
     for count in counts:

@@ -96,9 +96,9 @@ for (int c = group * ROOM + lane; c < group * ROOM + total; c += 32) {
 }
 metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
-for (int c = thread_index; c < SIMDGROUPS * K; c += THREADS) {
-  const float value = group_values[c];
-  const int id = group_ids[c];
+if (thread_index < SIMDGROUPS * K) {
+  const float value = group_values[thread_index];
+  const int id = group_ids[thread_index];
   int better = 0;
   for (int o = 0; o < SIMDGROUPS * K; o++) better += before(group_values[o], group_ids[o], value, id);
   if (better < K) {

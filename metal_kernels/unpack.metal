@@ -109,15 +109,12 @@ METAL_FUNC void add_quantized(
   constexpr int LANES = 8 * SPLITS, THREADS = SPLITS * row_groups(R) * TEAMS * 32, RUNS = K / 32;
   const int lane = work.lane();
   for (int step = 0; step * LANES < RUNS; step++) {
-    if (R > 1 && step % STEPS == 0) {
-      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-      stage_rows<T, R, K, LANES, 4, STEPS, THREADS>(x, step, work.thread_index, staged);
-      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    }
     const int run = step * LANES + lane;
-    if (RUNS % LANES == 0 || run < RUNS) {
-      uint words[C][BITS];
-      float scale[C], base_bias[C];
+    const bool there = RUNS % LANES == 0 || run < RUNS;
+    // Weights come first: they are on their way while rows are staged.
+    uint words[C][BITS];
+    float scale[C], base_bias[C];
+    if (there) {
 #pragma unroll
       for (int c = 0; c < C; c++) read_words<BITS>(weight + weight_rows[c] * (RUNS * BITS) + run * BITS, words[c]);
 #pragma unroll
@@ -126,6 +123,13 @@ METAL_FUNC void add_quantized(
         scale[c] = float(scales[group]);
         base_bias[c] = without_base<BITS>(scale[c], float(biases[group]));
       }
+    }
+    if (R > 1 && step % STEPS == 0) {
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      stage_rows<T, R, K, LANES, 4, STEPS, THREADS>(x, step, work.thread_index, staged);
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+    if (there) {
       if constexpr (R == 1) {
         DirectRow<T> row;
         row.template read<K, LANES, 4>(x, step, lane);

@@ -72,7 +72,9 @@ def stock_ms(model: Any, config: dict[str, Any], rows: list[int], context: int, 
     return found
 
 
-def our_ms(target: Target, sequence: Sequence, tokens: list[int], rows: list[int], repeats: int) -> dict[int, float]:
+def our_ms(
+    target: Target, sequence: Sequence, tokens: list[int], rows: list[int], repeats: int
+) -> dict[int, float]:
     """Time our pass, logits included, of each row count behind a cached context."""
 
     def run(count: int) -> list[mx.array]:
@@ -103,7 +105,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Build a model and measure it both ways."""
     bits = None if args.bits == 16 else args.bits
     model, config = random_model(name, bits, args.group_size, args.layers)
-    found: dict[str, Any] = {"model": name, "stock_ms": stock_ms(model, config, args.rows, args.context, args.repeats)}
+    found: dict[str, Any] = {
+        "model": name,
+        "stock_ms": stock_ms(model, config, args.rows, args.context, args.repeats),
+    }
     target = Target(model, config, name, max_kv_size=args.context + 64)
     sequence = target.open()
     tokens = prompt(config, args.context + 16)

@@ -177,7 +177,8 @@ class Target:
         tapped, kv = {}, []
         for index, layer in enumerate(self.layers):
             queries, keys_values = layer.project(x, positions)
-            keys, values = keys_values
+            # Splitting keeps a view; an index would copy.
+            keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
             attended = attention_rows(
                 queries, keys, values, pool, index, cached, scale=layer.scale, window=layer.window
             )

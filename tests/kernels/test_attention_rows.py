@@ -1,92 +1,431 @@
-"""attention_rows against the softmax formula in float64, position by position."""
+"""attention_rows against the softmax formula in float64, position by position, and against itself bit by bit."""
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from emulator import launcher
 
-from metal_kernels import attention_rows
+from metal_kernels import Cached, attention_rows
+from metal_kernels.attention_rows import split_of
+from metal_kernels.implementations import using
+from metal_kernels.launch import launching
 
-SLOTS, HEADS, DIM, LAYERS, LAYER = 8, 4, 16, 3, 1
-SCALE = DIM**-0.5
-TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
+LAYERS, LAYER = 3, 1
+NO_PAGE = 2**30
+ROUNDING = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 
-def random(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
-    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+@contextmanager
+def running(implementation: str) -> Iterator[None]:
+    """Run attention by the kernel, in the emulator (``once``: in one order of threads), or by MLX's operations."""
+    if implementation in ("native", "once"):
+        with launching(partial(launcher, check=implementation == "native")):
+            yield
+    else:
+        with using(implementation):  # type: ignore[arg-type]
+            yield
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows of sequences, what stands before them, and how they attend. past: [length, 2, KV, D] a sequence."""
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    past: tuple[mx.array, ...]
+    counts: tuple[int, ...]
+    options: dict[str, Any]
+    slots: int = 32
+
+    @staticmethod
+    def random(
+        lengths: tuple[int, ...],
+        counts: tuple[int, ...],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 32,
+        dtype: mx.Dtype = mx.float32,
+        size: float = 1.0,
+        **options: Any,
+    ) -> "Problem":
+        rng = np.random.default_rng([*lengths, *counts, dim])
+
+        def numbers(*shape: int) -> mx.array:
+            return mx.array(size * rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+        rows = sum(counts)
+        return Problem(
+            numbers(rows, heads, dim),
+            numbers(rows, kv_heads, dim),
+            numbers(rows, kv_heads, dim),
+            tuple(numbers(length, 2, kv_heads, dim) for length in lengths),
+            counts,
+            {"scale": dim**-0.5, **options},
+        )
+
+    def run(self, *, slot_major: bool = False, seed: int = 0, padding: int = 0) -> mx.array:
+        """Attend over shuffled pages of a pool that is NaN wherever no position of a sequence stands."""
+        rng = np.random.default_rng(seed)
+        held = [-(-past.shape[0] // self.slots) for past in self.past]
+        numbers = list(rng.permutation(sum(held) + 3))
+        pool = np.full((len(numbers), LAYERS, 2, self.slots, *self.keys.shape[1:]), np.nan, dtype=np.float32)
+        # From 8 numbers on, inputs lie in another address space.
+        table = np.full((len(held), max(8, *held) + padding), NO_PAGE, dtype=np.int32)
+        for row, (count, past) in enumerate(zip(held, self.past, strict=True)):
+            table[row, :count] = [numbers.pop() for _ in range(count)]
+            for position, kv in enumerate(np.array(past.astype(mx.float32))):
+                pool[table[row, position // self.slots], LAYER, :, position % self.slots] = kv
+        pages = mx.array(pool).astype(self.keys.dtype)
+        cached = Cached(mx.array(table), mx.array([past.shape[0] for past in self.past]), self.counts)
+        return attention_rows(
+            self.queries,
+            self.keys,
+            self.values,
+            pages.transpose(0, 3, 1, 2, 4, 5) if slot_major else pages,
+            LAYER,
+            cached,
+            slot_major=slot_major,
+            **self.options,
+        )
+
+    def rows(self, sequence: int, first: int, count: int) -> "Problem":
+        """Return rows of one sequence as a problem of their own; the rows before them are cached."""
+        start = sum(self.counts[:sequence])
+        before, part = slice(start, start + first), slice(start + first, start + first + count)
+        kv = mx.stack([self.keys, self.values], axis=1)
+        past = mx.concatenate([self.past[sequence], kv[before]])
+        return replace(
+            self,
+            queries=self.queries[part],
+            keys=self.keys[part],
+            values=self.values[part],
+            past=(past,),
+            counts=(count,),
+        )
+
+    def path(self, path: list[int]) -> "Problem":
+        """Return the last row of a path through the only sequence, alone behind the path's other rows."""
+        kv = mx.stack([self.keys, self.values], axis=1)
+        past = mx.concatenate([self.past[0], *(kv[row : row + 1] for row in path[:-1])])
+        last = slice(path[-1], path[-1] + 1)
+        options = {name: value for name, value in self.options.items() if name != "paths"}
+        return replace(
+            self,
+            queries=self.queries[last],
+            keys=self.keys[last],
+            values=self.values[last],
+            past=(past,),
+            counts=(1,),
+            options=options,
+        )
 
 
 def float64(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
-def paged(rng: np.random.Generator, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    """Put rows into shuffled pages of a pool that is NaN wherever no row of the sequence stands."""
-    count = -(-keys.shape[0] // SLOTS)
-    pages = rng.permutation(count + 3)[:count]
-    pool = np.full((count + 3, LAYERS, 2, SLOTS, *keys.shape[1:]), np.nan, dtype=np.float32)
-    for position in range(keys.shape[0]):
-        pool[pages[position // SLOTS], LAYER, :, position % SLOTS] = [
-            np.array(keys[position].astype(mx.float32)),
-            np.array(values[position].astype(mx.float32)),
-        ]
-    return mx.array(pool).astype(keys.dtype), mx.array(pages, dtype=mx.int32)
+def bits(x: mx.array) -> np.ndarray:
+    return np.array(x.view(mx.uint32 if x.dtype == mx.float32 else mx.uint16))
 
 
-def formula(queries: mx.array, keys: mx.array, values: mx.array, length: int, window: int | None) -> np.ndarray:
-    """Return softmax(q k / sqrt(d)) v over the visible positions of every row and head."""
-    q, k, v = float64(queries), float64(keys), float64(values)
+def formula(problem: Problem) -> tuple[np.ndarray, float]:
+    """Return softmax(q k scale) v over what each row sees, and the largest score."""
+    options, largest, start = problem.options, 0.0, 0
+    q, k, v = float64(problem.queries), float64(problem.keys), float64(problem.values)
     out = np.zeros_like(q)
-    group = q.shape[1] // k.shape[1]
-    for row in range(q.shape[0]):
-        at = length + row
-        seen = [p for p in range(at + 1) if window is None or at - p < window]
-        for head in range(q.shape[1]):
-            scores = [math.fsum(q[row, head] * k[p, head // group]) * SCALE for p in seen]
-            weights = np.exp(np.array(scores) - max(scores))
-            out[row, head] = weights @ v[seen, head // group] / weights.sum()
-    return out
+    for past, count in zip(map(float64, problem.past), problem.counts, strict=True):
+        for row in range(count):
+            path = list(range(row + 1))
+            if "paths" in options:
+                path = [j for j in np.array(options["paths"])[start + row] if j >= 0]
+            at = len(past) + (row if options.get("block") else len(path) - 1)
+            window = options.get("window") or at + 1
+            old = past[max(0, at - window + 1) :]
+            new = [j for d, j in enumerate(path) if at - (len(past) + d) < window]
+            new = [start + j for j in (range(count) if options.get("block") else new)]
+            for head in range(q.shape[1]):
+                kv_head = head // (q.shape[1] // k.shape[1])
+                seen_keys = np.concatenate([old[:, 0, kv_head], k[new, kv_head]])
+                seen_values = np.concatenate([old[:, 1, kv_head], v[new, kv_head]])
+                scores = seen_keys @ q[start + row, head] * options["scale"]
+                largest = max(largest, np.abs(scores).max())
+                if "softcap" in options:
+                    scores = np.tanh(scores / options["softcap"]) * options["softcap"]
+                sink = float64(options["sinks"])[head] if "sinks" in options else -np.inf
+                weights = np.exp(scores - max(scores.max(), sink))
+                total = weights.sum() + np.exp(sink - max(scores.max(), sink))
+                out[start + row, head] = weights @ seen_values / total
+        start += count
+    return out, largest
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 1, 7, 8, 20])
-@pytest.mark.parametrize(("length", "rows"), [(0, 1), (0, 16), (1, 1), (7, 2), (8, 1), (9, 16), (23, 5), (40, 8)])
-def test_equals_the_formula(length: int, rows: int, window: int | None, kv_heads: int, dtype: mx.Dtype) -> None:
-    rng = np.random.default_rng(length * 100 + rows)
-    queries = random(rng, rows, HEADS, DIM, dtype=dtype)
-    keys, values = (random(rng, length + rows, kv_heads, DIM, dtype=dtype) for _ in range(2))
-    pool, pages = paged(rng, keys[:length], values[:length])
-    got = attention_rows(
-        queries, keys[length:], values[length:], pool, LAYER, pages, length, scale=SCALE, window=window
-    )
-    assert (got.shape, got.dtype) == (queries.shape, dtype)
-    expected = formula(queries, keys, values, length, window)
-    np.testing.assert_allclose(float64(got), expected, atol=TOLERANCE[dtype], rtol=0)
+def assert_equals_formula(problem: Problem, got: mx.array) -> None:
+    assert (got.shape, got.dtype) == (problem.queries.shape, problem.queries.dtype)
+    expected, largest = formula(problem)
+    # A relative error of 2^-24 in a score s is an absolute one of s 2^-24 in the exponent of its weight.
+    tolerance = np.abs(expected).max() * (ROUNDING[got.dtype] + 4e-7 * largest)
+    np.testing.assert_allclose(float64(got), expected, atol=tolerance, rtol=0)
+
+
+SHAPES = [  # head dim, heads, KV heads, dtype
+    (64, 4, 2, mx.float32),
+    (80, 3, 3, mx.float16),
+    (96, 6, 2, mx.bfloat16),
+    (128, 8, 1, mx.float32),
+    (128, 7, 1, mx.bfloat16),
+    (256, 2, 1, mx.float32),
+    (16, 16, 1, mx.float16),
+]
+PLACES = [  # cached positions, rows, window
+    (0, 1, 1),
+    (0, 16, 20),
+    (1, 1, 31),
+    (31, 2, 33),
+    (32, 1, 1),
+    (33, 16, 64),
+    (63, 3, 20),
+    (64, 1, 64),
+    (70, 16, 45),
+    (130, 5, 31),
+]
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "dtype"), SHAPES)
+@pytest.mark.parametrize("size", [0.1, 1.0, 13.0])
+def test_kernel_equals_the_formula(size: float, dim: int, heads: int, kv_heads: int, dtype: mx.Dtype) -> None:
+    for i, (length, rows, at_most) in enumerate(PLACES):
+        for window in (None, at_most):
+            problem = Problem.random(
+                (length,),
+                (rows,),
+                heads=heads,
+                kv_heads=kv_heads,
+                dim=dim,
+                dtype=dtype,
+                size=size,
+                window=window,
+            )
+            with running("native"):
+                assert_equals_formula(problem, problem.run(padding=i % 3))
+
+
+@pytest.mark.parametrize("length", [2047, 2049, 6143, 14300, 14400])
+def test_kernel_equals_the_formula_over_splits_of_every_length(length: int) -> None:
+    problem = Problem.random((length,), (2,), heads=2, kv_heads=1, dim=16)
+    with running("once"):
+        assert_equals_formula(problem, problem.run())
+
+
+def test_splits_are_consecutive() -> None:
+    lengths = [64] * 32 + [128] * 32 + [256] * 32 + [512] * 10
+    assert [split_of(p) for p in range(sum(lengths))] == [s for s, n in enumerate(lengths) for _ in range(n)]
+
+
+# A tree of 16 rows: every row names its parent.
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 6, 6, 9, 11, 12, -1, 14]
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+def path_table(*trees: list[list[int]]) -> mx.array:
+    rows = [path for tree in trees for path in tree]
+    return mx.array([path + [-1] * (len(rows) - len(path)) for path in rows], dtype=mx.int32)
+
+
+TREE = path_table(paths_of(PARENTS))
+SINKS = mx.array([0.5, -20.0, 3.0, 40.0])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "window": {"window": 19},
+    "softcap": {"softcap": 2.5},
+    "sinks": {"sinks": SINKS, "softcap": 1.5, "window": 40},
+    "tree": {"paths": TREE},
+    "tree and window": {"paths": TREE, "window": 5, "sinks": SINKS},
+    "block": {"block": True},
+    "block and window": {"block": True, "window": 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("implementation", ["native", "stock", "reference"])
+def test_options_equal_the_formula(implementation: str, name: str) -> None:
+    for length in (0, 30, 57):
+        problem = Problem.random((length,), (16,), **OPTIONS[name])
+        with running(implementation):
+            assert_equals_formula(problem, problem.run(padding=1))
+            assert_equals_formula(problem, problem.run(slot_major=True))
+
+
+@pytest.mark.parametrize("implementation", ["native", "stock", "reference"])
+@pytest.mark.parametrize("options", [{}, {"window": 10}, {"block": True}], ids=str)
+def test_sequences_equal_the_formula(options: dict[str, Any], implementation: str) -> None:
+    problem = Problem.random((70, 0, 33), (5, 2, 16), **options)
+    with running(implementation):
+        assert_equals_formula(problem, problem.run())
+
+
+def test_pages_of_64_slots_give_the_bits_of_pages_of_32() -> None:
+    problem = Problem.random((150, 33), (3, 2))
+    with running("native"):
+        np.testing.assert_array_equal(bits(replace(problem, slots=64).run()), bits(problem.run()))
+
+
+@pytest.mark.parametrize("implementation", ["native", "stock"])
+def test_trees_of_sequences_equal_the_formula(implementation: str) -> None:
+    trees = paths_of([-1, 0, 0, 2]), paths_of([-1, -1, 0])
+    problem = Problem.random((37, 5), (4, 3), paths=path_table(*trees))
+    with running(implementation):
+        assert_equals_formula(problem, problem.run())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("slots", [8, 32])
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_stock_equals_the_formula(rows: int, slots: int, dtype: mx.Dtype) -> None:
+    for length, window in ((0, None), (7, 3), (8, None), (40, 20)):
+        problem = Problem.random((length,), (rows,), dim=16, dtype=dtype, window=window)
+        with running("stock"):
+            assert_equals_formula(problem, replace(problem, slots=slots).run())
+
+
+def test_long_prompts_beside_short_rows_leave_them_their_bits() -> None:
+    problem = Problem.random((40, 20, 9), (3, 40, 2))
+    with running("native"):
+        together = problem.run()
+        assert_equals_formula(problem, together)
+        np.testing.assert_array_equal(bits(together[:3]), bits(problem.rows(0, 0, 3).run()))
+        np.testing.assert_array_equal(bits(together[43:]), bits(problem.rows(2, 0, 2).run()))
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 4, 2), (128, 8, 1), (256, 2, 1)])
+def test_a_row_has_the_bits_of_the_same_row_alone(dim: int, heads: int, kv_heads: int, window: int | None) -> None:
+    """Whatever stands beside a row or behind it, whichever keys are cached, wherever pages lie."""
+    for length in (0, 25, 57):
+        problem = Problem.random((length,), (16,), heads=heads, kv_heads=kv_heads, dim=dim, window=window)
+        with running("once"):
+            alone = [bits(problem.rows(0, row, 1).run(seed=row, padding=row % 4))[0] for row in range(16)]
+            for count in range(2, 17) if dim == 64 else (2, 7, 16):
+                first = 16 - count if count % 2 else 0
+                block = bits(problem.rows(0, first, count).run(seed=count))
+                np.testing.assert_array_equal(block, alone[first : first + count])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 7}, {"softcap": 2.0, "sinks": SINKS}], ids=["", "window", "sinks"]
+)
+def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(options: dict[str, Any]) -> None:
+    for length in (0, 29, 62):
+        problem = Problem.random((length,), (16,), paths=TREE, **options)
+        with running("once"):
+            tree = bits(problem.run())
+            for row, path in enumerate(paths_of(PARENTS)):
+                np.testing.assert_array_equal(tree[row], bits(problem.path(path).run())[0], str(path))
+
+
+def test_a_sequence_has_the_bits_that_it_has_alone() -> None:
+    problem = Problem.random((70, 0, 33, 64), (5, 1, 7, 3))
+    with running("once"):
+        together = bits(problem.run(padding=2))
+        alone = [bits(problem.rows(s, 0, count).run()) for s, count in enumerate(problem.counts)]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_what_a_row_does_not_see_may_be_infinite() -> None:
+    """Later rows, and positions that the window has left."""
+    problem = Problem.random((50,), (6,), window=10)
+    spoiled = problem.past[0].at[:41].multiply(mx.inf)
+    last = mx.array([0, 0, 0, 0, 0, mx.inf])[:, None, None]
+    with running("native"):
+        clean = problem.run()
+        got = replace(problem, past=(spoiled,), values=problem.values + last, keys=problem.keys + last).run()
+    np.testing.assert_array_equal(bits(got[:5]), bits(clean[:5]))
+    assert not mx.any(mx.isfinite(got[5])).item()
+
+
+def test_a_row_that_is_not_a_number_stays_so() -> None:
+    problem = Problem.random((50,), (2,))
+    spoiled = problem.queries * mx.array([1.0, mx.nan])[:, None, None]
+    with running("native"):
+        got = replace(problem, queries=spoiled).run()
+    assert mx.all(mx.isfinite(got[0])).item()
+    assert mx.all(mx.isnan(got[1])).item()
 
 
 @pytest.mark.parametrize("length", [0, 5, 30])
 @pytest.mark.parametrize("window", [None, 12])
-def test_a_row_equals_the_same_row_alone(window: int | None, length: int) -> None:
-    """bfloat16: 1 row over what is cached, and rows of a block of 2 to 16, agree bit for bit."""
-    rng = np.random.default_rng(length)
-    queries = random(rng, 16, HEADS, DIM, dtype=mx.bfloat16)
-    keys, values = (random(rng, length + 16, 2, DIM, dtype=mx.bfloat16) for _ in range(2))
-    alone = []
-    for row in range(16):
-        at, one = length + row, slice(length + row, length + row + 1)
-        pool, pages = paged(rng, keys[:at], values[:at])
-        alone.append(
-            attention_rows(
-                queries[row : row + 1], keys[one], values[one], pool, LAYER, pages, at, scale=SCALE, window=window
-            )[0]
-        )
-    pool, pages = paged(rng, keys[:length], values[:length])
-    for rows in range(2, 17):
-        new = slice(length, length + rows)
-        block = attention_rows(
-            queries[:rows], keys[new], values[new], pool, LAYER, pages, length, scale=SCALE, window=window
-        )
-        for row in range(rows):
-            assert mx.array_equal(block[row], alone[row]), (rows, row)
+def test_stock_rows_on_a_cpu_have_the_bits_of_the_same_row_alone(window: int | None, length: int) -> None:
+    """In bfloat16: 1 row over what is cached, and rows of a block of 2 to 16, agree bit for bit."""
+    problem = Problem.random((length,), (16,), dim=16, dtype=mx.bfloat16, window=window)
+    with running("stock"):
+        alone = [bits(problem.rows(0, row, 1).run())[0] for row in range(16)]
+        for count in range(2, 17):
+            np.testing.assert_array_equal(bits(problem.rows(0, 0, count).run()), alone[:count])
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    shape = changes.pop("shape", (2, 4, 2, 32))
+    rows, heads, kv_heads, dim = shape
+    given = {
+        "queries": mx.zeros((rows, heads, dim)),
+        "keys": mx.zeros((rows, kv_heads, dim)),
+        "values": mx.zeros((rows, kv_heads, dim)),
+        "pool": mx.zeros((1, LAYERS, 2, changes.pop("slots", 32), kv_heads, dim)),
+        "layer": LAYER,
+        "cached": Cached(mx.zeros((1, 1), dtype=mx.int32), mx.array([3]), (rows,)),
+        "scale": 1.0,
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"queries": mx.zeros((2, 128))}, r"\[R, H, D\]"),
+        ({"keys": mx.zeros((3, 2, 32))}, "need keys and values"),
+        ({"values": mx.zeros((2, 2, 16))}, "need keys and values"),
+        ({"shape": (2, 3, 2, 32)}, "multiple of the 2 KV heads, not 3"),
+        ({"keys": mx.zeros((2, 2, 32), dtype=mx.float16)}, "must all be bfloat16"),
+        ({"pool": mx.zeros((1, LAYERS, 2, 32, 2, 32), dtype=mx.bfloat16)}, "must all be bfloat16"),
+        ({"pool": mx.zeros((1, 32, LAYERS, 2, 2, 32))}, r"\[pages, layers, 2, slots, KV, D\]"),
+        ({"slot_major": True}, r"\[pages, slots, layers, 2, KV, D\]"),
+        ({"layer": LAYERS}, "layers 0 to 2, not 3"),
+        ({"window": 0}, "at least 1 position"),
+        ({"sinks": mx.zeros((3,))}, "4 heads"),
+        ({"paths": mx.zeros((2, 3), dtype=mx.int32)}, r"int32 \(2, 2\)"),
+        ({"paths": mx.zeros((2, 2))}, r"int32 \(2, 2\)"),
+        ({"paths": mx.zeros((2, 2), dtype=mx.int32), "block": True}, "without block"),
+        ({"cached": Cached(mx.zeros((1, 1), dtype=mx.int32), mx.array([3]), (3,))}, "add up to the 2 rows"),
+        ({"cached": Cached(mx.zeros((2, 1), dtype=mx.int32), mx.array([3]), (1, 1))}, r"lengths \[2\]"),
+        ({"cached": Cached(mx.zeros((1, 1)), mx.array([3]), (2,))}, "must be int32"),
+    ],
+)
+def test_raises_for_what_does_not_fit(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        attention_rows(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shape": (2, 4, 2, 120)}, "not 120; MLX_SPEC_KERNELS=stock"),
+        ({"shape": (2, 4, 2, 288)}, "not 288; MLX_SPEC_KERNELS=stock"),
+        ({"slots": 16}, "multiple of 32 slots, not 16"),
+    ],
+)
+def test_kernel_raises_for_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
+    with running("native"), pytest.raises(ValueError, match=said):
+        attention_rows(**arguments(**changes))

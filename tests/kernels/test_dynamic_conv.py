@@ -105,6 +105,15 @@ def test_the_initial_kernels_change_nothing() -> None:
     assert mx.array_equal(got, x)
 
 
+def test_more_rows_than_the_kernel_takes_have_gradients() -> None:
+    x, base = random(1, 40, 8, 12, dtype=mx.float32), random(2, 2, 12, dtype=mx.float32)
+    dynamic = random(3, 40, 8, 2, 3, dtype=mx.float32)
+    gradient = mx.grad(lambda x: dynamic_conv(x, base, dynamic).sum())(x)
+    # The last row of a block is read by itself alone.
+    kernel = base[0] + mx.repeat(dynamic[:, -1, 0], 4, axis=-1)
+    np.testing.assert_allclose(np.array(gradient[:, -1]), np.array(kernel), atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("x", "base", "dynamic", "residual", "side"),
     [

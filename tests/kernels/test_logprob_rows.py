@@ -72,10 +72,11 @@ def test_masked_entries_count_as_probability_zero() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [3, SLICE])
 def test_rows_that_are_not_finite_give_no_number(place: int, bad: float) -> None:
-    logits = np.random.default_rng(0).standard_normal((3, SLICE + 1)).astype(np.float32)
+    logits = np.random.default_rng(0).standard_normal((4, SLICE + 1)).astype(np.float32)
     logits[1, place] = bad
-    for got in logprob_rows(mx.array(logits), mx.array([1, 2, 3], dtype=mx.int32)):
-        assert mx.isfinite(got).tolist() == [True, False, True]
+    logits[3] = -np.inf
+    for got in logprob_rows(mx.array(logits), mx.array([1, 2, 3, 4], dtype=mx.int32)):
+        assert mx.isfinite(got).tolist() == [True, False, True, False]
 
 
 def test_tokens_outside_the_vocabulary_give_nan() -> None:
