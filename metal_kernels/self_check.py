@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import shorten
 
 import mlx.core as mx
 
@@ -34,7 +35,7 @@ def check(case: Case) -> Finding:
     try:
         return _check(case)
     except Exception as error:  # a kernel that does not compile raises what its compiler likes
-        return Finding(case.name, "nothing", float("nan"), (f"{case.name} failed: {error}",))
+        return Finding(case.name, "nothing", float("nan"), (f"{case.name} failed: {shorten(str(error), 400)}",))
 
 
 def _check(case: Case) -> Finding:
@@ -52,7 +53,7 @@ def _check(case: Case) -> Finding:
     unequal = [] if rows.alone is None else unequal_rows(found, rows.alone)
     if unequal:
         numbers = ", ".join(str(row + 1) for row in unequal)
-        failures.append(f"{case.name}: of {ROWS} rows, row {numbers} differs from the row alone")
+        failures.append(f"{case.name}: of {ROWS} rows, number {numbers} differs from the row alone")
     return Finding(case.name, described(launched), error, tuple(failures))
 
 

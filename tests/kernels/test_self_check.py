@@ -100,7 +100,7 @@ def test_a_row_that_depends_on_its_neighbours_is_named(name: str, kernel_name: s
         return [bits.view(out.dtype)]
 
     found = check_emulated(BY_NAME[name], flip)
-    assert found.failures == (f"{name}: of 16 rows, row 5 differs from the row alone",)
+    assert found.failures == (f"{name}: of 16 rows, number 5 differs from the row alone",)
     assert found.error <= TOLERANCE
 
 
