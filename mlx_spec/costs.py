@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+import metal_kernels
+import mlx_spec.target
+from metal_kernels.implementations import implementation
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.policy import Costs
@@ -38,7 +42,7 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     """Time passes of several sizes behind a short context; each twice, so that compilation is left out."""
     most = drafter.max_draft
     sequence, state = target.open(), drafter.open()
-    tokens = mx.zeros((CONTEXT,), dtype=mx.int32)
+    tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
     drafter.extend(state, Committed(0, tokens, rows.taps))
@@ -86,18 +90,32 @@ def time_ms(run: Callable[[int], list[mx.array]], count: int) -> float:
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     """Identify machine, model, drafter and versions."""
+    return model_key(target, drafter_name, str(drafter.max_draft))
+
+
+def model_key(target: Target, *more: str) -> str:
+    """Identify machine, model, versions, the implementation of the operations, and what ``more`` names."""
     weights = dict(tree_flatten(target.model.parameters()))
     parts = [
         platform.node(),
         platform.machine(),
         str(mx.default_device()),
+        implementation(),
         *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
+        code_digest(),
         target.name,
         f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
-        drafter_name,
-        str(drafter.max_draft),
+        *more,
     ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Identify the code of a pass: installed from a repository, it changes while its version stays."""
+    packages = (Path(metal_kernels.__file__).parent, Path(mlx_spec.target.__file__).parent)
+    files = sorted(path for package in packages for path in package.iterdir() if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def read_costs(path: Path) -> dict[str, Any]:

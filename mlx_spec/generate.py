@@ -69,6 +69,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help="with --temp: coupled gives plain decoding's text for the seed (default); "
         "rejection accepts more and gives other draws from the same distribution",
     )
+    add(
+        "--exact",
+        choices=("on", "off"),
+        default="on",
+        help="off takes MLX's own operations, where these are faster: "
+        "the answer may then differ from plain decoding's at near ties (default: on)",
+    )
     add("--check-rows", action="store_true", help="recompute every verify row alone and report differences")
     output = parser.add_argument_group("output")
     add = output.add_argument
@@ -102,7 +109,13 @@ def run(args: argparse.Namespace) -> int:
     if not text.strip():
         raise RequestError("The prompt is empty: give --prompt TEXT, or --prompt - and text on standard input.")
     drafter = None if args.drafter == "none" or options["num_draft_tokens"] == 0 else args.drafter
-    engine, tokenizer = load(args.model, drafter, max_kv_size=args.max_kv_size, progress=sys.stderr.isatty())
+    engine, tokenizer = load(
+        args.model,
+        drafter,
+        exact=args.exact == "on",
+        max_kv_size=args.max_kv_size,
+        progress=sys.stderr.isatty(),
+    )
     for token in args.extra_eos_token:
         add_eos_token(tokenizer, token)
     check = RowCheck(engine.target) if args.check_rows else None
@@ -118,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         last, stopped = print_responses(responses)
     if last is not None and (args.verbose or args.stats == "json"):
         print_summary(last, args.stats)
+    elif args.exact == "on" and not engine.exactness.holds:
+        print(f"not exact: {engine.exactness.reason}", file=sys.stderr)
     if check is not None:
         print(check, file=sys.stderr)
     return 130 if stopped else 0

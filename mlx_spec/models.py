@@ -11,6 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
+from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
 from mlx_spec.demo import DRAFTER_FOLDER
@@ -19,10 +20,13 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.engine import Engine
 from mlx_spec.errors import DownloadError, ModelError
+from mlx_spec.exactness import OFF, checked_exactness
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
 
 DEMO = "demo"
+# Rows of the largest pass that exactness is checked with where there is no drafter.
+DEFAULT_ROWS = 8
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -30,6 +34,7 @@ def load(
     model: str,
     drafter: str | None = "auto",
     *,
+    exact: bool = True,
     max_kv_size: int | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     progress: bool = False,
@@ -37,13 +42,17 @@ def load(
     """Load a target with its drafter, and return the engine and the tokenizer.
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
-    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the
-    model, if any; None for none.
+    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model, if any; None takes
+    none.
+    exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
+    statistics say whether they were equal. False takes MLX's own operations for all work, where these are faster:
+    then a row's rounding may depend on the rows beside it, and texts part from plain decoding at near ties.
     max_kv_size: token positions that all sequences together may cache (default: the model's context).
     Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
     the memory: MLX's quantised CPU product costs as much per row as the first row.
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
     """
+    kernels = chosen_kernels(exact)
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
     family_of(config, model)
@@ -55,10 +64,20 @@ def load(
     loaded = fit_to_machine(loaded)
     target = Target(loaded, config, model, max_kv_size)
     name = drafter_name(model, drafter)
-    if name is None:
-        return Engine(target), tokenizer
-    bound = load_drafter(name, target, progress)
-    return Engine(target, bound, measured_costs(target, bound, name)), tokenizer
+    bound = None if name is None else load_drafter(name, target, progress)
+    with using(kernels):
+        costs = None if name is None or bound is None else measured_costs(target, bound, name)
+        most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
+        exactness = checked_exactness(target, most_rows) if exact else OFF
+    return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
+
+
+def chosen_kernels(exact: bool) -> Implementation:
+    """Return the implementation of the operations. Raises ModelError for an unknown one in the environment."""
+    try:
+        return implementation() if exact else "stock"
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def drafter_name(model: str, drafter: str | None) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, linear_rows, moe_rows
+from metal_kernels import Experts, Linear, linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
 
 FeedForward = Callable[[mx.array, mx.array], mx.array]
@@ -26,10 +26,11 @@ def dense_or_experts(mlp: Any) -> FeedForward:
     """
     if not hasattr(mlp, "switch_mlp"):
         return dense(mlp)
+    experts = Experts.of(mlp)
     if not hasattr(mlp, "shared_expert"):
-        return lambda x, residual: residual + moe_rows(mlp, x)
+        return lambda x, residual: residual + moe_rows(experts, x)
     shared, gate = dense(mlp.shared_expert), Linear.of(mlp.shared_expert_gate)
-    return lambda x, residual: residual + (moe_rows(mlp, x) + mx.sigmoid(linear_rows(x, gate)) * shared(x))
+    return lambda x, residual: residual + (moe_rows(experts, x) + mx.sigmoid(linear_rows(x, gate)) * shared(x))
 
 
 @dataclass(frozen=True)
