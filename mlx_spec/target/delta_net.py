@@ -1,6 +1,7 @@
 """Gated DeltaNet as the rows forward runs it: weights and settings out of the module that mlx-lm loaded."""
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from metal_kernels import (
     gated_delta_replay,
     linear_rows,
 )
+from metal_kernels.implementations import implementation, using
 from mlx_spec.target.past import Held, Past, is_prompt
 
 
@@ -93,26 +95,20 @@ class DeltaNet:
         self, projected: mx.array, spans: RowSpans, held: Held, slots: mx.array, accepted: RowSpans
     ) -> tuple[mx.array, Held]:
         """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what is held then."""
-        q, k, v, conv_state = causal_conv_advance(
-            projected,
-            held.projected,
-            accepted,
-            held.conv_state,
-            self.conv,
-            self.heads,
-            spans=spans,
-            slots=slots,
-        )
-        new = DeltaRows(k, v, projected, projected)
-        out, state = gated_delta_advance(
-            q, new, held.rows, accepted, held.state, spans=spans, slots=slots, gates=self.gates
-        )
+        places: dict[str, Any] = {"spans": spans, "slots": slots}
+        with kernels_wherever_they_run():
+            q, k, v, conv_state = causal_conv_advance(
+                projected, held.projected, accepted, held.conv_state, self.conv, self.heads, **places
+            )
+            new = DeltaRows(k, v, projected, projected)
+            out, state = gated_delta_advance(q, new, held.rows, accepted, held.state, gates=self.gates, **places)
         return out, Held(state, conv_state, projected, k, v)
 
     def _settled(self, held: Held, accepted: RowSpans) -> Held:
         """Step through the accepted rows, so that the passes behind a prompt of any length have one shape."""
-        state = gated_delta_replay(held.rows, held.state, accepted, gates=self.gates)
-        conv_state = causal_conv_replay(held.projected, held.conv_state, accepted, self.heads)
+        with kernels_wherever_they_run():
+            state = gated_delta_replay(held.rows, held.state, accepted, gates=self.gates)
+            conv_state = causal_conv_replay(held.projected, held.conv_state, accepted, self.heads)
         return Held(state, conv_state, held.projected[:1], held.k[:1], held.v[:1])
 
     def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
@@ -121,6 +117,14 @@ class DeltaNet:
         normed = mx.fast.rms_norm(mixed, self.norm, self.eps)
         gated = nn.silu(z.astype(mx.float32)) * normed.astype(mx.float32)
         return gated.astype(projected.dtype).reshape(mixed.shape[0], -1)
+
+
+def kernels_wherever_they_run() -> AbstractContextManager[None]:
+    """Prefer our kernels to MLX's operations even where exactness is turned off.
+
+    MLX has no update for a number of rows that is known on the device alone: it becomes several launches a row.
+    """
+    return using("native") if implementation() == "stock" else nullcontext()
 
 
 def separated(module: Any) -> Any:

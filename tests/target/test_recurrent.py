@@ -3,6 +3,7 @@
 bfloat16, which the CPU computes row by row alike; "equal" is bit for bit.
 """
 
+from contextlib import nullcontext
 from functools import cache
 
 import mlx.core as mx
@@ -12,7 +13,8 @@ from emulator import launcher
 from tiny_models import HYBRIDS, tiny_target
 
 import mlx_spec.target.target
-from metal_kernels.launch import launching
+from metal_kernels.implementations import using
+from metal_kernels.launch import launching, noting_launches
 from mlx_spec.errors import PositionError
 from mlx_spec.target import Pass, Sequence, Target
 from mlx_spec.target.past import PIECE_ROWS, pieces_of
@@ -258,20 +260,22 @@ def test_a_compiled_pass_takes_and_gives_states(monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-4)
 
 
-def test_the_kernels_give_a_row_the_same_bits_in_any_pass() -> None:
-    """The Metal text of every kernel of a pass, run by the emulator; and it agrees with MLX's own operations."""
-    target, stock = (tiny_target("qwen3_next", mx.float32, bits=4) for _ in range(2))
-    with launching(lambda kernel: launcher(kernel, check=False)):
-        start = opened(target, TOKENS[:40])
-        stepped = start.fork()
-        block = target.forward([(start, mx.array(TOKENS[40:43]))])
-        for count in range(3):
-            row = advance(target, stepped, [TOKENS[40 + count]])
-            assert mx.array_equal(row.hidden[0], block.hidden[count])
-            assert mx.array_equal(target.logits(row.hidden)[0], target.logits(block.hidden)[count])
-        target.commit(start, block.rows(0, 2))
-        stepped.rewind(42)
-        assert_alike(target, start, stepped)
-        got = probe(target, stepped)
-    for a, b in zip(got, probe(stock, opened(stock, TOKENS[:42])), strict=True):
+def test_the_kernels_agree_with_operations_of_mlx() -> None:
+    """The Metal text of all kernels of a pass, run by the emulator: a prompt in pieces, then a partial commit."""
+    results = []
+    for wrapped in (launching(lambda kernel: launcher(kernel, check=False)), nullcontext()):
+        target = tiny_target("qwen3_next", mx.float32, bits=4)
+        with wrapped:
+            sequence = opened(target, TOKENS[:40])
+            advance(target, sequence, TOKENS[40:46], accepted=4)
+            results.append(probe(target, sequence))
+    for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-4)
+
+
+def test_recurrent_layers_keep_their_kernels_when_exactness_is_turned_off() -> None:
+    target = target_of("qwen3_5")
+    with launching(lambda kernel: launcher(kernel, check=False)), using("stock"), noting_launches() as launched:
+        opened(target, TOKENS[:20])
+    names = {kernel.name for kernel in launched}
+    assert names == {f"{name}_{verb}" for name in ("causal_conv", "gated_delta") for verb in ("advance", "replay")}
