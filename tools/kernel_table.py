@@ -34,6 +34,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="only so many layers of each model")
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     add("--context", type=int, default=1024, help="cached tokens")
+    add("--contexts", type=int, nargs="*", default=[], help="also time whole rounds behind so many cached tokens")
     add("--repeats", type=int, default=20, help="timed passes; the median counts")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -118,6 +119,34 @@ def equal_rows(target: Target, sequence: Sequence, tokens: list[int]) -> list[in
     return equal
 
 
+def rounds(target: Target, sequence: Sequence, tokens: list[int], repeats: int) -> dict[str, float]:
+    """Time rounds that verify 8 rows and commit 4 of them; also the memory they need beside what is held."""
+    rows, times, held = mx.array(tokens[:8], dtype=mx.int32), [], 0
+    for i in range(repeats + 3):
+        if i == 3:
+            held = mx.get_active_memory()
+            mx.reset_peak_memory()
+        started = time.perf_counter()
+        passed = target.forward([(sequence, rows)])
+        mx.eval(target.logits(passed.hidden), *passed.arrays)
+        target.commit(sequence, passed.rows(0, 4))
+        times.append((time.perf_counter() - started) * 1e3)
+    return {"ms": round(median(times[3:]), 3), "extra_mb": round((mx.get_peak_memory() - held) / 1e6, 1)}
+
+
+def growing(
+    target: Target, config: dict[str, Any], contexts: list[int], repeats: int
+) -> dict[int, dict[str, float]]:
+    """Time rounds behind ever more cached tokens of one sequence."""
+    sequence, found = target.open(), {}
+    for context in tqdm(sorted(contexts), desc="contexts", leave=False):
+        tokens = prompt(config, context)
+        target.prefill(sequence, tokens[sequence.length :])
+        found[context] = rounds(target, sequence, tokens, repeats)
+    sequence.free()
+    return found
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Build a model and measure it both ways."""
     bits = None if args.bits == 16 else args.bits
@@ -126,12 +155,17 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "model": name,
         "stock_ms": stock_ms(model, config, args.rows, args.context, args.repeats),
     }
-    target = Target(model, config, name, max_kv_size=args.context + 64)
+    room = 4 * (args.repeats + 3) + 64
+    target = Target(
+        model, config, name, max_kv_size=max(args.context, sum(sorted(args.contexts)[-1:]) + room) + room
+    )
     sequence = target.open()
     tokens = prompt(config, args.context + 16)
     target.prefill(sequence, tokens[: args.context])
     found["our_ms"] = our_ms(target, sequence, tokens[args.context :], args.rows, args.repeats)
     found["equal_rows"] = equal_rows(target, sequence, tokens[args.context :])
+    sequence.free()
+    found["rounds"] = growing(target, config, args.contexts, args.repeats)
     return found
 
 
@@ -145,6 +179,10 @@ def table(result: dict[str, Any], rows: list[int]) -> str:
     lines.append("to 1 row".ljust(10) + ratio)
     equal = result["equal_rows"]
     lines.append(f"equal to one row at a time, bit for bit: {'1 to 16' if len(equal) == 16 else equal} rows")
+    for context, each in result["rounds"].items():
+        lines.append(
+            f"a round behind {context} tokens: {each['ms']:.3f} ms, {each['extra_mb']:.1f} MB beside what is held"
+        )
     return "\n".join(lines)
 
 

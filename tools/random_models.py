@@ -72,13 +72,28 @@ def random_model(name: str, bits: int | None, group_size: int = 64, layers: int 
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             rows, width = module.weight.shape
-            module.weight = (mx.random.normal((rows, width)) * width**-0.5).astype(mx.bfloat16)
             if bits is not None and width % group_size == 0:
-                replace_module(model, path, module.to_quantized(group_size=group_size, bits=bits))
-            mx.eval(module.parameters())
+                replace_module(model, path, random_packed(module, rows, width, bits, group_size))
+            else:
+                module.weight = (mx.random.normal((rows, width)) * width**-0.5).astype(mx.bfloat16)
+                mx.eval(module.parameters())
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
     return model, config
+
+
+def random_packed(module: nn.Module, rows: int, width: int, bits: int, group_size: int) -> nn.Module:
+    """Return the quantised form of a linear or embedding module, of evenly spread packed values around zero."""
+    # A few rows are enough to make the module; packing all of them would take most of the time.
+    module.weight = mx.zeros((1, width), dtype=mx.bfloat16)
+    packed = module.to_quantized(group_size=group_size, bits=bits)
+    halves = mx.random.randint(0, 1 << 16, (rows, width * bits // 16)).astype(mx.uint16)
+    packed.weight = halves.view(mx.uint32)
+    # The standard deviation of evenly spread values is their number / sqrt(12).
+    scale = (12 / width) ** 0.5 / (1 << bits)
+    packed.scales = mx.full((rows, width // group_size), scale, dtype=mx.bfloat16)
+    packed.biases = packed.scales * (0.5 - (1 << bits) / 2)
+    return packed
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:

@@ -28,13 +28,15 @@ def test_a_model_is_timed_both_ways_and_its_rows_compared(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(random_models.CONFIGS, name, random_models.CONFIGS[name] | SMALL)
-    options = "--layers 4 --rows 1 3 --context 40 --repeats 2 --json"
+    options = "--layers 4 --rows 1 3 --context 40 --contexts 50 100 --repeats 2 --json"
     monkeypatch.setattr("sys.argv", ["kernel_table", "--models", name, *options.split()])
     kernel_table.main()
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["equal_rows"] == list(range(1, 17))
     for lane in ("stock_ms", "our_ms"):
         assert set(result[lane]) == {"1", "3"} and min(result[lane].values()) > 0
+    assert set(result["rounds"]) == {"50", "100"}
+    assert all(each["ms"] > 0 and each["extra_mb"] > 0 for each in result["rounds"].values())
 
 
 def test_a_recurrent_cache_is_taken_back() -> None:
@@ -47,3 +49,13 @@ def test_a_recurrent_cache_is_taken_back() -> None:
     assert not mx.array_equal(before[0][1], kernel_table.recurrent_states(cache)[0][1])
     kernel_table.rewind(cache, 3, before)
     assert mx.array_equal(model(tokens, cache=cache), first)
+
+
+def test_random_packed_weights_are_spread_around_zero() -> None:
+    """In 4 and 3 bits: as wide as weights that keep rows near unit size."""
+    for bits in (3, 4):
+        model, _ = random_models.random_model("SmolLM2-135M", bits, 64, layers=1)
+        layer = model.model.layers[0].mlp.gate_proj
+        weights = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=64, bits=bits)
+        assert abs(weights.mean().item()) < 1e-3
+        assert 0.9 < weights.astype(mx.float32).std().item() * 576**0.5 < 1.1
