@@ -126,10 +126,10 @@ class Engine:
         started = time.perf_counter()
         statistics, request, history = generation.statistics, generation.request, generation.tokens
         generation.sequence.require(1)
-        depth = self._depth(generation)
+        proposal = self._propose(generation, self._depth(generation))
+        depth = proposal.tokens.size
         timed = depth > 0 and statistics.rounds % TIMED_EVERY == 0
 
-        proposal = self._propose(generation, depth)
         draft_seconds = wait(proposal.tokens) if timed else 0.0
         mx.async_eval(proposal.tokens)
         rows = mx.concatenate([mx.array(history[-1:], dtype=mx.int32), proposal.tokens])

@@ -65,9 +65,16 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
-        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation."""
+        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation.
+
+        A drafter that has not seen enough yet drafts fewer, or none.
+        """
         ...
 
-    def rewind(self, state: Any, position: int) -> None:
-        """Forget rows from ``position`` on; a position ahead of the cursor changes nothing."""
+    def rewind(self, state: Any, position: int) -> int:
+        """Forget rows from ``position`` on, and return where the next committed rows must begin.
+
+        That is ``position``, or an earlier one whose rows the target has to run again because the drafter needs
+        to see them once more. A position ahead of what the state holds changes nothing.
+        """
         ...

@@ -70,9 +70,10 @@ class DFlash2Drafter:
             finite["candidate selector"] = mx.all(mx.isfinite(candidates.gates))
         return Proposal(tokens, candidates.ids, probabilities, finite)
 
-    def rewind(self, state: ContextKV, position: int) -> None:
+    def rewind(self, state: ContextKV, position: int) -> int:
         """Forget context from ``position`` on; ahead of the cursor there is nothing to forget."""
         state.rewind(position)
+        return state.cursor
 
     def block(self, state: ContextKV, anchor: int, rows: int) -> mx.array:
         """Run the block forward: final-normed hidden states [rows, H], the anchor's first."""

@@ -1,0 +1,71 @@
+"""The head's chain against float64 numpy, over many rounds, in every layout that heads are published in.
+
+Our side runs in float32: a wrong mask, position or concatenation (0.01 and more) stands out from rounding.
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracles.mtp_numpy import MTPOracle
+from tiny_heads import head_tensors, write_head
+from tiny_models import CONFIGS, tiny_target
+
+from mlx_spec.drafters.base import Committed
+from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.mtp.load import load_mtp
+
+ROUNDING = 2e-4
+COUNT = 5
+
+
+def watched(seen: list[np.ndarray]) -> object:
+    """A greedy choice that keeps the scores it chose from, by token id."""
+
+    def choose(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
+        order = np.array(ids)
+        seen.append(np.array([np.array(scores)[order == i][0] if i in order else np.nan for i in range(96)]))
+        return ids[mx.argmax(scores)], None
+
+    return choose
+
+
+def run_rounds(drafter: MTPDrafter, oracle: MTPOracle, sizes: list[int]) -> None:
+    """Commit rows in pieces of these sizes and compare the chain behind each piece."""
+    rng, width = np.random.default_rng(7), drafter.rows.norm_embedding.weight.size
+    tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]
+    hidden = rng.standard_normal((sum(sizes), width)).astype(np.float32)
+    state, done = drafter.open(), 0
+    for size in sizes:
+        taps = mx.array(hidden[done : done + size])
+        drafter.extend(state, Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), taps))
+        done += size
+        seen: list[np.ndarray] = []
+        proposal = drafter.propose(state, tokens[done], COUNT, watched(seen))
+        expected, logits = oracle.chain(hidden[:done], tokens[1 : done + 1], COUNT)
+        assert proposal.tokens.tolist() == expected
+        scale = np.abs(logits).max()
+        for found, row in zip(seen, logits, strict=True):
+            assert np.isfinite(found).sum() == 16
+            np.testing.assert_allclose(found[np.isfinite(found)], row[np.isfinite(found)], atol=ROUNDING * scale)
+
+
+def oracle_for(family: str, tensors: dict[str, mx.array], **options: object) -> MTPOracle:
+    target = tiny_target(family, mx.float32)
+    embedding = np.array(target.embed(mx.arange(96)))
+    return MTPOracle(
+        CONFIGS[family],
+        {name: np.array(value) for name, value in tensors.items()},
+        embedding,
+        np.array(target.logits(mx.eye(64))).T,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
+    tensors = head_tensors(family)
+    folder = write_head(tmp_path / "head", CONFIGS[family], {f"mtp.{n}": v for n, v in tensors.items()})
+    drafter = load_mtp(folder, tiny_target(family, mx.float32), "tiny head")
+    run_rounds(drafter, oracle_for(family, tensors), [1, 3, 1, 30, 2, 8, 1])
