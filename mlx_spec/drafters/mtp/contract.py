@@ -34,7 +34,9 @@ class Contract:
     zero_centred: bool = False
 
 
-OWN_NAMES = {name: name for name in ("pre_fc_norm_", "fc.", "norm.", "layers.0.", "embed_tokens.", "lm_head.", "d2t")}
+OWN_NAMES = {
+    name: name for name in ("pre_fc_norm_", "fc.", "norm.", "layers.0.", "embed_tokens.", "lm_head.", "d2t")
+}
 NEXTN_NAMES = {
     "enorm.": "pre_fc_norm_embedding.",
     "hnorm.": "pre_fc_norm_hidden.",
@@ -52,14 +54,10 @@ MIMO_NAMES = {
 BEHIND_TARGET = r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<name>.+)"
 
 QWEN = Contract("Qwen3.5", r"(?:language_model\.)?(?:model\.)?mtp\.(?P<name>.+)", OWN_NAMES, zero_centred=True)
-SPECULATORS = Contract(
-    "speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True
-)
+SPECULATORS = Contract("speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True)
 MIMO = Contract("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, hidden_first=True)
 DEEPSEEK = Contract("DeepSeek and GLM", BEHIND_TARGET, NEXTN_NAMES, behind_target=True)
-HY3 = Contract(
-    "Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True
-)
+HY3 = Contract("Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True)
 STEP = Contract(
     "Step 3.5",
     BEHIND_TARGET,
