@@ -20,8 +20,8 @@ class Contract:
     numbers go on from the target's layers. names: beginnings of tensor names and what our module calls them; any
     other name belongs to the decoder layer.
     hidden_first: the hidden state stands before the embedding in the concatenation. reads_normed: the head reads
-    the target's hidden state behind the final norm, else before it. recycles_normed: a chained step reads the head's
-    own output behind its norm. zero_centred: original checkpoints store norm weights less one.
+    the target's hidden state behind the final norm, else before it. recycles_normed: a chained step reads the
+    head's own output behind its norm. zero_centred: original checkpoints store norm weights less one.
     """
 
     family: str

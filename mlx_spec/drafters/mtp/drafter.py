@@ -1,8 +1,8 @@
 """The MTP drafter: a head of one decoder layer that is run as a chain, a token a step.
 
 A row of the head needs a hidden state of the target and the token behind it, so the newest committed row waits for
-its successor: it is pending. Only rows whose successor is committed too enter the head's cache; the chain's own rows,
-which begin with the anchor, ride beside the cache and are forgotten when the round ends.
+its successor: it is pending. Only rows whose successor is committed too enter the cache; the rows of the chain itself
+ride beside the cache and are forgotten when the round ends.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import mlx.core as mx
 from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
 from mlx_spec.drafters.base import Choose, Committed, Proposal
 from mlx_spec.drafters.dflash2.context import PAGE_SLOTS, ContextKV
+from mlx_spec.drafters.dflash2.selector import stack_drawn
 from mlx_spec.drafters.mtp.head import Entered, HeadRows
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
@@ -71,11 +72,9 @@ class MTPDrafter:
         self.taps = (target.num_layers if rows.contract.reads_normed else target.num_layers - 1,)
         self.head = head or DraftHead(target.logits, target.vocab_size)
         self._embed = embed or target.embed
-        layer = rows.layer
-        dim = rows.norm_embedding.weight.size
-        self._nothing = mx.zeros((0, dim), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
-        head_dim = sum(part.size for part in layer.qkv) // (layer.heads + 2 * layer.kv_heads)
-        shape = (1, PAGE_SLOTS, 1, 2, layer.kv_heads, head_dim)
+        width = rows.norm_embedding.weight.size
+        self._nothing = mx.zeros((0, width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
+        shape = (1, PAGE_SLOTS, 1, 2, rows.kv_heads, rows.head_dim)
         empty = mx.zeros((1, 1), dtype=mx.int32), mx.zeros((1,), dtype=mx.int32)
         self._no_context = mx.zeros(shape, dtype=target.dtype), *empty
 
@@ -106,26 +105,22 @@ class MTPDrafter:
         following = mx.concatenate([state.following, mx.array([anchor], dtype=mx.int32)])
         entered = self._enter(state, following)
         self._complete(state, entered, pending - 1)
-        chain, position = entered.rows(pending - 1, pending), state.position
-        tokens, candidates, drawn, finite = [], [], [], []
-        while True:
-            scored, hidden = self.rows.leave(chain.fused[-1:], self._attend(state, chain)[-1:])
-            values, ids, are_finite = topk_rows(self.head.score(scored), min(CANDIDATES, self.head.size))
-            ids = ids[0] if self.head.ids is None else self.head.ids[ids[0]]
-            token, probabilities = choose(position + 1 + len(tokens), ids, values[0].astype(mx.float32))
-            tokens.append(token.astype(mx.int32))
-            candidates.append(ids)
-            drawn.append(probabilities)
-            finite.append(are_finite)
-            if len(tokens) == count:
-                break
-            at = mx.array([position - 1 + len(tokens)], dtype=mx.int32)
-            chain = chain.followed_by(self.rows.enter(self._embed(tokens[-1][None]), hidden, at))
+        row, hidden = entered.rows(pending - 1, pending), state.hidden[-1:]
+        queries, keys_values, picked = [row.queries], [row.keys_values], list[Picked]()
+        for index in range(count):
+            if index:
+                at = mx.array([state.position - 1 + index], dtype=mx.int32)
+                row = self.rows.enter(self._embed(picked[-1].token[None]), hidden, at)
+                queries.append(row.queries)
+                keys_values.append(row.keys_values)
+            attended = self._attend(state, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
+            scored, hidden = self.rows.leave(row, attended[-1:])
+            picked.append(self._pick(scored, state.position + 1 + index, choose))
         return Proposal(
-            mx.stack(tokens),
-            mx.stack(candidates),
-            None if any(p is None for p in drawn) else mx.stack(drawn),
-            {"draft logits": mx.all(mx.stack(finite))},
+            mx.stack([p.token for p in picked]),
+            mx.stack([p.ids for p in picked]),
+            stack_drawn([p.probabilities for p in picked]),
+            {"draft logits": mx.all(mx.stack([p.finite for p in picked]))},
         )
 
     def rewind(self, state: MTPState, position: int) -> int:
@@ -156,10 +151,31 @@ class MTPDrafter:
             state.context.append(state.context.cursor, rows)
             state.hidden, state.following = state.hidden[count:], state.following[count:]
 
-    def _attend(self, state: MTPState, chain: Entered) -> mx.array:
+    def _attend(self, state: MTPState, queries: mx.array, keys_values: mx.array) -> mx.array:
+        """Attend from the rows of a chain to the cache and to each other."""
         pool, pages, length = state.context.pages() if state.context.cursor else self._no_context
-        keys, values = (side.squeeze(0) for side in mx.split(chain.keys_values, 2))
-        cached = Cached(pages, length, (chain.fused.shape[0],))
+        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
+        cached = Cached(pages, length, (queries.shape[0],))
         return attention_rows(
-            chain.queries, keys, values, pool, 0, cached, scale=self.rows.layer.scale, slot_major=True
+            queries, keys, values, pool, 0, cached, scale=self.rows.head_dim**-0.5, slot_major=True
         )
+
+    def _pick(self, hidden: mx.array, position: int, choose: Choose) -> "Picked":
+        """Let ``choose`` draw the token for ``position`` from the best of the draft logits of one row [1, H]."""
+        values, ids, finite = topk_rows(self.head.score(hidden), min(CANDIDATES, self.head.size))
+        ids = ids[0] if self.head.ids is None else self.head.ids[ids[0]]
+        token, probabilities = choose(position, ids, values[0].astype(mx.float32))
+        return Picked(token.astype(mx.int32), ids, probabilities, finite)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A drafted token and the candidates ids [K] it was chosen from.
+
+    probabilities: [K], None where it was not drawn. finite: whether all draft logits were.
+    """
+
+    token: mx.array
+    ids: mx.array
+    probabilities: mx.array | None
+    finite: mx.array

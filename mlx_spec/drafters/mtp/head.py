@@ -16,10 +16,11 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import _get_classes
 
-from metal_kernels import Linear, linear_rows
+from metal_kernels import Linear, Rope, linear_rows, qkv_norm_rope, rope_frequencies
 from mlx_spec.drafters.mtp.contract import Contract
-from mlx_spec.target.families import family_of
-from mlx_spec.target.layers import Layer, Norm
+from mlx_spec.errors import UnsupportedModel
+from mlx_spec.target.families import FeedForward, family_of
+from mlx_spec.target.layers import Norm
 
 
 class MTPHead(nn.Module):
@@ -51,61 +52,105 @@ def decoder_layer(config: dict[str, Any]) -> nn.Module:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The forward of a head over rows, as one contract wires it."""
+    """The forward of a head over rows, as one contract wires it.
+
+    qkv: the three projections, side by side; gated: each query head is followed by the gate of its output.
+    qk_norm: weights [D] of the query and key norms, or None.
+    """
 
     contract: Contract
     norm_embedding: Norm
     norm_hidden: Norm
     fc: Linear
-    layer: Layer
+    input_norm: Norm
+    qkv: tuple[Linear, ...]
+    qk_norm: tuple[mx.array, mx.array] | None
+    rope: Rope
+    output: Linear
+    post_norm: Norm
+    feed_forward: FeedForward
     norm: Norm
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool
 
     @staticmethod
     def of(head: MTPHead, contract: Contract, config: dict[str, Any], name: str) -> "HeadRows":
-        """Read a loaded head. Raises UnsupportedModel for a layer that the rows forward does not know."""
-        return HeadRows(
-            contract,
-            Norm.of(head.pre_fc_norm_embedding),
-            Norm.of(head.pre_fc_norm_hidden),
-            Linear.of(head.fc),
-            Layer.of(head.layers[0], family_of(config, name), None, name),
-            Norm.of(head.norm),
-        )
+        """Read a loaded head; its modules become views of joined weights.
+
+        Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
+        """
+        layer, attention = head.layers[0], head.layers[0].self_attn
+        heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+        try:
+            qkv = Linear.joined([attention.q_proj, attention.k_proj, attention.v_proj])
+            head_dim = Linear.of(attention.v_proj).size // kv_heads
+            return HeadRows(
+                contract,
+                Norm.of(head.pre_fc_norm_embedding),
+                Norm.of(head.pre_fc_norm_hidden),
+                Linear.of(head.fc),
+                Norm.of(layer.input_layernorm),
+                qkv,
+                (attention.q_norm.weight, attention.k_norm.weight) if "q_norm" in attention else None,
+                rope_frequencies(attention.rope),
+                Linear.of(attention.o_proj),
+                Norm.of(layer.post_attention_layernorm),
+                family_of(config, name).feed_forward(layer.mlp),
+                Norm.of(head.norm),
+                heads,
+                kv_heads,
+                head_dim,
+                Linear.of(attention.q_proj).size == 2 * heads * head_dim,
+            )
+        except (TypeError, ValueError) as error:
+            raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
 
     def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> "Entered":
-        """Fuse embeddings [R, H] and hidden states [R, H] and project them at ``positions`` [R] int32."""
+        """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         parts = [self.norm_embedding(embedded), self.norm_hidden(hidden)]
         if self.contract.hidden_first:
             parts.reverse()
         fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
-        queries, keys_values = self.layer.project(fused, positions)
-        return Entered(fused, queries, keys_values)
+        projected = linear_rows(self.input_norm(fused), self.qkv)
+        queries, keys_values = qkv_norm_rope(
+            projected,
+            self.qk_norm,
+            positions,
+            self.rope,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            eps=self.input_norm.eps,
+            gated=self.gated,
+        )
+        return Entered(fused, projected, queries, keys_values)
 
-    def leave(self, fused: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows: fused [R, H] and attention's output [R, H, D] to (what the output head reads, what a chain
-        goes on with), both [R, H]."""
-        y = self.layer.finish(fused, attended)
-        normed = self.norm(y)
-        return normed, normed if self.contract.recycles_normed else y
+    def leave(self, row: "Entered", attended: mx.array) -> tuple[mx.array, mx.array]:
+        """Finish rows behind attention, whose output is [R, H, D].
+
+        Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
+        """
+        if self.gated:
+            pairs = row.projected[:, : 2 * attended.size // attended.shape[0]].reshape(*attended.shape[:2], 2, -1)
+            attended = attended * mx.sigmoid(pairs[:, :, 1])
+        x = linear_rows(attended.reshape(attended.shape[0], -1), self.output, residual=row.fused)
+        x = self.feed_forward(self.post_norm(x), x)
+        normed = self.norm(x)
+        return normed, normed if self.contract.recycles_normed else x
 
 
 @dataclass(frozen=True)
 class Entered:
-    """Rows before attention: fused [R, H], queries [R, H, D], keys and values [2, R, KV, D], positions encoded."""
+    """Rows before attention: fused [R, H], the joined projection [R, N], queries [R, H, D], and keys and values
+    [2, R, KV, D], positions encoded."""
 
     fused: mx.array
+    projected: mx.array
     queries: mx.array
     keys_values: mx.array
 
     def rows(self, start: int, stop: int) -> "Entered":
         """Return the rows from ``start`` to before ``stop``."""
         part = slice(start, stop)
-        return Entered(self.fused[part], self.queries[part], self.keys_values[:, part])
-
-    def followed_by(self, other: "Entered") -> "Entered":
-        """Return these rows with those of ``other`` behind them."""
-        return Entered(
-            mx.concatenate([self.fused, other.fused]),
-            mx.concatenate([self.queries, other.queries]),
-            mx.concatenate([self.keys_values, other.keys_values], axis=1),
-        )
+        return Entered(self.fused[part], self.projected[part], self.queries[part], self.keys_values[:, part])

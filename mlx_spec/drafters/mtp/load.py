@@ -26,8 +26,8 @@ def load_mtp(
 ) -> MTPDrafter:
     """Load an MTP head from a checkpoint that holds it, alone or among other tensors, and bind it to its target.
 
-    ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU. draft_ids: token ids, ascending,
-    that drafts are taken from; None for all, or for those that the checkpoint names (``d2t``).
+    ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU. draft_ids: token ids,
+    ascending, that drafts are taken from; None for all, or for those that the checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
     """
@@ -83,7 +83,7 @@ def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) 
 
 
 def checked_ids(d2t: mx.array, target: Target, head: MTPHead, name: str) -> list[int]:
-    """Return the target's token ids that draft ids stand for. Raises DrafterMismatch for one that does not exist."""
+    """Return the target's ids of the draft tokens. Raises DrafterMismatch for one that does not exist."""
     ids = [int(i) for i in np.array(d2t).reshape(-1)]
     wrong = [(place, token) for place, token in enumerate(ids) if not 0 <= token < target.vocab_size]
     if wrong:

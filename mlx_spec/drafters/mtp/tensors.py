@@ -3,6 +3,7 @@
 import re
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec.drafters.mtp.contract import Contract
 from mlx_spec.errors import DrafterMismatch
@@ -26,7 +27,7 @@ def head_tensors(
 
     tensors: of a whole checkpoint, of some of its files, or of a file that holds the head alone, with or without
     prefix. Returns an empty dictionary where there is no head.
-    Raises DrafterMismatch for heads of more than one layer: their family has no rule that runs one layer in a chain.
+    Raises DrafterMismatch for heads of more than one layer, for which no family has a rule that we run.
     """
     found = {key: re.fullmatch(contract.pattern, key) for key in tensors}
     ours: dict[str, mx.array] = {}
@@ -40,8 +41,8 @@ def head_tensors(
     numbered = {key.split(".")[1] for key in ours if key.startswith("layers.")}
     if max(len(layers), len(numbered)) > 1:
         raise DrafterMismatch(
-            f"{name} has {max(len(layers), len(numbered))} MTP layers; mlx_spec runs heads of one layer, whose output "
-            "it feeds back, and knows no rule for more."
+            f"{name} has {max(len(layers), len(numbered))} MTP layers; mlx_spec runs heads of one layer, "
+            "whose output it feeds back, and has no rule for more."
         )
     ours = stack_experts(ours)
     if contract.zero_centred and norms_lack_one(ours):
@@ -100,4 +101,4 @@ def _number(match: re.Match[str], contract: Contract, target_layers: int) -> int
 
 
 def _mean(value: mx.array) -> float:
-    return float(mx.mean(value.astype(mx.float32)).item())
+    return float(np.array(mx.mean(value.astype(mx.float32))))
