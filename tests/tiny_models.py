@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=64,
         norm_topk_prob=True,
     ),
+    "mimo": dict(SHARED, model_type="mimo"),
 }
 
 

@@ -36,6 +36,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family(),
+    "mimo": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(qk_norm=True),

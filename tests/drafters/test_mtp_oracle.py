@@ -3,13 +3,15 @@
 Our side runs in float32: a wrong mask, position or concatenation (0.01 and more) stands out from rounding.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from oracles.mtp_numpy import MTPOracle
-from tiny_heads import head_tensors, write_head
+from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
@@ -63,9 +65,34 @@ def oracle_for(family: str, tensors: dict[str, mx.array], **options: object) -> 
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
     tensors = head_tensors(family)
-    folder = write_head(tmp_path / "head", CONFIGS[family], {f"mtp.{n}": v for n, v in tensors.items()})
+    folder = write_layout(tmp_path, "sidecar", family, tensors)
     drafter = load_mtp(folder, tiny_target(family, mx.float32), "tiny head")
     run_rounds(drafter, oracle_for(family, tensors), [1, 3, 1, 30, 2, 8, 1])
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_heads_in_every_layout(layout: str, tmp_path: Path) -> None:
+    tensors = head_tensors("qwen3")
+    drafter = load_mtp(write_layout(tmp_path, layout, "qwen3", tensors), tiny_target("qwen3", mx.float32), layout)
+    assert drafter.taps == ((3,) if layout == "Step" else (4,))
+    run_rounds(drafter, oracle_for("qwen3", tensors, hidden_first=layout == "MiMo"), [5, 2])
+
+
+@pytest.mark.parametrize("packed", [fused_experts, numbered_experts])
+def test_experts_in_every_layout(packed: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
+    tensors = head_tensors("qwen3_moe")
+    folder = write_layout(tmp_path, "original", "qwen3_moe", packed(tensors))
+    drafter = load_mtp(folder, tiny_target("qwen3_moe", mx.float32), "experts")
+    run_rounds(drafter, oracle_for("qwen3_moe", tensors), [5, 2])
+
+
+def test_a_chain_that_goes_on_with_the_output_before_the_norm(tmp_path: Path) -> None:
+    tensors = head_tensors("qwen3")
+    drafter = load_mtp(
+        write_layout(tmp_path, "sidecar", "qwen3", tensors), tiny_target("qwen3", mx.float32), "head"
+    )
+    drafter.rows = replace(drafter.rows, contract=replace(drafter.rows.contract, recycles_normed=False))
+    run_rounds(drafter, oracle_for("qwen3", tensors, recycles_normed=False), [5, 2])

@@ -41,7 +41,7 @@ class MTPOracle:
         self.dim = config.get("head_dim") or config["hidden_size"] // self.heads
 
     def chain(self, hidden: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
-        """Draft greedily behind n rows, hidden [n, H] and the n tokens behind them: tokens and logits [count, V]."""
+        """Draft greedily behind n rows of hidden states and next tokens: tokens and logits [count, V]."""
         hidden, tokens, logits = list(hidden), list(tokens), []
         for _ in range(count):
             y, normed = self.rows(np.array(hidden), self.embedding[tokens])

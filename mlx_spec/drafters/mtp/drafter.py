@@ -1,8 +1,8 @@
 """The MTP drafter: a head of one decoder layer that is run as a chain, a token a step.
 
 A row of the head needs a hidden state of the target and the token behind it, so the newest committed row waits for
-its successor: it is pending. Only rows whose successor is committed too enter the cache; the rows of the chain itself
-ride beside the cache and are forgotten when the round ends.
+its successor: it is pending. Only rows whose successor is committed too enter the cache; those of the chain ride
+beside the cache and are forgotten when the round ends.
 """
 
 from collections.abc import Callable
@@ -63,14 +63,14 @@ class MTPDrafter:
         self,
         rows: HeadRows,
         target: Target,
-        head: DraftHead | None = None,
+        head: DraftHead,
         embed: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
-        """Bind a head to its target, whose output head and embedding it uses where it has none of its own."""
+        """Bind a head to its target, whose embedding it uses where ``embed`` is None."""
         self.rows = rows
         self.max_draft = MOST_DRAFTS
         self.taps = (target.num_layers if rows.contract.reads_normed else target.num_layers - 1,)
-        self.head = head or DraftHead(target.logits, target.vocab_size)
+        self.head = head
         self._embed = embed or target.embed
         width = rows.norm_embedding.weight.size
         self._nothing = mx.zeros((0, width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)

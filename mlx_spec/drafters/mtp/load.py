@@ -1,6 +1,7 @@
 """Loading an MTP head and binding it to its target."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from mlx_lm.utils import dequantize_model
 
 from metal_kernels import Linear, linear_rows
 from mlx_spec.config_file import read_config as read_config_file
-from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
+from mlx_spec.drafters.checkpoint import load_tensors, read_files
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
 from mlx_spec.drafters.mtp.drafter import DraftHead, MTPDrafter
 from mlx_spec.drafters.mtp.head import HeadRows, MTPHead
+from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -22,31 +24,48 @@ from mlx_spec.target.families import family_of
 
 
 def load_mtp(
-    folder: Path, target: Target, name: str, *, unpack: bool = False, draft_ids: Sequence[int] | None = None
+    place: Path,
+    target: Target,
+    name: str,
+    *,
+    model_config: dict[str, Any] | None = None,
+    unpack: bool = False,
+    draft_ids: Sequence[int] | None = None,
 ) -> MTPDrafter:
-    """Load an MTP head from a checkpoint that holds it, alone or among other tensors, and bind it to its target.
+    """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
 
-    ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU. draft_ids: token ids,
-    ascending, that drafts are taken from; None for all, or for those that the checkpoint names (``d2t``).
+    model_config: the target's ``config.json``, for a head that comes without one. unpack: turn quantised weights
+    into bfloat16 ones, which are faster on a CPU. draft_ids: ascending token ids to draft from, None for all, or
+    for those that the checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
     """
-    raw = read_config_file(folder, name, "drafter", DrafterMismatch)
+    own_config = place.is_dir() and (model_config is None or (place / "config.json").exists())
+    raw = read_config_file(place, name, "drafter", DrafterMismatch) if own_config else model_config
+    if raw is None:
+        raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
     contract, config = contract_of(raw, name), layer_config(raw)
     family_of(config, name)
-    tensors = head_tensors(read_tensors(folder, name), contract, target.num_layers, name)
+    files = head_files(place, contract, target.num_layers, name)
+    tensors = head_tensors(read_files(files, name), contract, target.num_layers, name)
     if not tensors:
-        raise DrafterMismatch(f"{name} holds no MTP weights, no tensors that match {contract.pattern!r}.")
+        raise DrafterMismatch(no_head(name))
     check_target(config, target, name)
     d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
     if unpack:
         dequantize_model(head)
-    if d2t is not None:
-        draft_ids = checked_ids(d2t, target, head, name)
-    rows = HeadRows.of(head, contract, config, name)
-    return MTPDrafter(rows, target, draft_head(head, target, draft_ids), head.get("embed_tokens"))
+    scores = draft_head(head, target, d2t, draft_ids, name)
+    return MTPDrafter(HeadRows.of(head, contract, config, name), target, scores, head.get("embed_tokens"))
+
+
+def no_head(name: str) -> str:
+    """Say where a head could come from."""
+    return (
+        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
+        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
+    )
 
 
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -82,25 +101,33 @@ def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) 
     return head
 
 
-def checked_ids(d2t: mx.array, target: Target, head: MTPHead, name: str) -> list[int]:
+def draft_head(
+    head: MTPHead, target: Target, d2t: mx.array | None, draft_ids: Sequence[int] | None, name: str
+) -> DraftHead:
+    """Return the output head of drafts: the checkpoint's own or the target's, of chosen tokens or of all.
+
+    d2t: the target's ids of the draft tokens, by the checkpoint. Raises DrafterMismatch where they do not fit.
+    """
+    chosen = draft_ids if d2t is None else checked_ids(d2t, target, name)
+    ids = None if chosen is None else mx.array(list(chosen), dtype=mx.int32)
+    if "lm_head" not in head:
+        if ids is None:
+            return DraftHead(target.logits, target.vocab_size)
+        return DraftHead(target.head_for(ids), ids.size, ids)
+    own, names = Linear.of(head.lm_head), "the target has" if d2t is None else "d2t names"
+    expected = target.vocab_size if ids is None or d2t is None else ids.size
+    if own.size != expected:
+        raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")
+    rows = own.rows(ids) if d2t is None and ids is not None else own
+    return DraftHead(partial(linear_rows, linears=rows), rows.size, ids)
+
+
+def checked_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
     """Return the target's ids of the draft tokens. Raises DrafterMismatch for one that does not exist."""
     ids = [int(i) for i in np.array(d2t).reshape(-1)]
-    wrong = [(place, token) for place, token in enumerate(ids) if not 0 <= token < target.vocab_size]
-    if wrong:
-        place, token = wrong[0]
-        raise DrafterMismatch(
-            f"{name}: d2t maps draft token {place} to {token}; the target's vocabulary has {target.vocab_size}."
-        )
-    own = head.lm_head.weight.shape[0] if "lm_head" in head else len(ids)
-    if own != len(ids):
-        raise DrafterMismatch(f"{name}: d2t names {len(ids)} tokens, its output head scores {own}.")
+    for place, token in enumerate(ids):
+        if not 0 <= token < target.vocab_size:
+            raise DrafterMismatch(
+                f"{name}: d2t maps draft token {place} to {token}; the target has {target.vocab_size} tokens."
+            )
     return ids
-
-
-def draft_head(head: MTPHead, target: Target, draft_ids: Sequence[int] | None) -> DraftHead | None:
-    """Return the output head of drafts, the checkpoint's own or the target's, restricted to ``draft_ids``."""
-    ids = None if draft_ids is None else mx.array(list(draft_ids), dtype=mx.int32)
-    if "lm_head" not in head:
-        return None if ids is None else DraftHead(target.head_for(ids), ids.size, ids)
-    own = Linear.of(head.lm_head)
-    return DraftHead(lambda hidden: linear_rows(hidden, own), own.size, ids)

@@ -1,6 +1,7 @@
 """From the tensors of a checkpoint to those of our head: names, experts, and what norm weights stand for."""
 
 import re
+from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +37,7 @@ def head_tensors(
         if match is not None and (number := _number(match, contract, target_layers)) >= 0:
             layers.add(number)
             ours[_our_name(match["name"], contract)] = tensors[key]
-    if not ours and any(key.startswith(("fc.", "eh_proj.", "input_proj.")) for key in tensors):
+    if not ours and is_bare(tensors):
         ours = {_our_name(key, contract): value for key, value in tensors.items()}
     numbered = {key.split(".")[1] for key in ours if key.startswith("layers.")}
     if max(len(layers), len(numbered)) > 1:
@@ -48,6 +49,11 @@ def head_tensors(
     if contract.zero_centred and norms_lack_one(ours):
         ours = shift_norms(ours, 1.0)
     return ours
+
+
+def is_bare(tensors: Iterable[str]) -> bool:
+    """Whether these are the names of a head that stands alone, without a prefix."""
+    return any(key.startswith(("pre_fc_norm_embedding.", "enorm.", "token_layernorm.")) for key in tensors)
 
 
 def norms_lack_one(tensors: dict[str, mx.array]) -> bool:
