@@ -31,7 +31,7 @@ NEXTN = {
 
 
 def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Tensors:
-    """Random tensors of a head whose layer is that of a tiny target, under our names.
+    """Return random tensors of a head whose layer is that of a tiny target, under our names.
 
     Norm weights are whole and have the means of published Qwen3.5 heads.
     """

@@ -4,7 +4,6 @@ Sources: the families' published modelling code and the loaders of vLLM and SGLa
 acceptance (llama.cpp pull request 24025, Rapid-MLX 3371).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ class Contract:
 
     family: str
     pattern: str
-    names: Mapping[str, str]
+    names: dict[str, str]
     behind_target: bool = False
     hidden_first: bool = False
     reads_normed: bool = True
@@ -35,7 +34,7 @@ class Contract:
 
 
 OWN_NAMES = {
-    name: name for name in ("pre_fc_norm_", "fc.", "norm.", "layers.0.", "embed_tokens.", "lm_head.", "d2t")
+    name: name for name in ("pre_fc_norm_", "fc.", "norm.", "layers.", "embed_tokens.", "lm_head.", "d2t")
 }
 NEXTN_NAMES = {
     "enorm.": "pre_fc_norm_embedding.",

@@ -69,7 +69,7 @@ class MTPDrafter:
         """Bind a head to its target, whose embedding it uses where ``embed`` is None."""
         self.rows = rows
         self.max_draft = MOST_DRAFTS
-        self.taps = (target.num_layers if rows.contract.reads_normed else target.num_layers - 1,)
+        self.taps: tuple[int, ...] = (target.num_layers if rows.contract.reads_normed else target.num_layers - 1,)
         self.head = head
         self._embed = embed or target.embed
         width = rows.norm_embedding.weight.size

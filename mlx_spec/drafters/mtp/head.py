@@ -37,6 +37,16 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(width, eps=eps)
 
 
+def pack_head(head: MTPHead, group_size: int, bits: int, mode: str = "affine") -> None:
+    """Quantise the matrices of a head, all but the small ones that choose experts."""
+
+    def is_packed(path: str, module: nn.Module) -> bool:
+        routes = path.endswith(("mlp.gate", "shared_expert_gate"))
+        return hasattr(module, "to_quantized") and not routes and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
+
+
 def decoder_layer(config: dict[str, Any]) -> nn.Module:
     """Return one full-attention layer as mlx-lm builds it for a model, with experts where the model has them."""
     one = {

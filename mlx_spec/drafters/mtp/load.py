@@ -15,7 +15,7 @@ from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.checkpoint import load_tensors, read_files
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
 from mlx_spec.drafters.mtp.drafter import DraftHead, MTPDrafter
-from mlx_spec.drafters.mtp.head import HeadRows, MTPHead
+from mlx_spec.drafters.mtp.head import HeadRows, MTPHead, pack_head
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
@@ -30,13 +30,15 @@ def load_mtp(
     *,
     model_config: dict[str, Any] | None = None,
     unpack: bool = False,
+    packing: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
 ) -> MTPDrafter:
     """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
 
     model_config: the target's ``config.json``, for a head that comes without one. unpack: turn quantised weights
-    into bfloat16 ones, which are faster on a CPU. draft_ids: ascending token ids to draft from, None for all, or
-    for those that the checkpoint names (``d2t``).
+    into bfloat16 ones, which are faster on a CPU; else packing: group_size, bits and mode to quantise a head with
+    that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
+    checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
     """
@@ -56,6 +58,8 @@ def load_mtp(
     head.set_dtype(target.dtype)
     if unpack:
         dequantize_model(head)
+    elif packing is not None and not any(key.endswith(".scales") for key in tensors):
+        pack_head(head, **packing)
     scores = draft_head(head, target, d2t, draft_ids, name)
     return MTPDrafter(HeadRows.of(head, contract, config, name), target, scores, head.get("embed_tokens"))
 
@@ -72,6 +76,12 @@ def layer_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a ``config.json`` that describes the head's decoder layer."""
     part = config.get("transformer_layer_config") or config.get("text_config") or config
     return {**part, "model_type": plain_type(part.get("model_type"))}
+
+
+def packing_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how a model is quantised by its ``config.json``, or None."""
+    packing = config.get("quantization") or {}
+    return {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing} or None
 
 
 def check_target(config: dict[str, Any], target: Target, name: str) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import read_files
-from mlx_spec.drafters.mtp.contract import Contract
+from mlx_spec.drafters.mtp.contract import Contract, contract_of
 from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
 from mlx_spec.errors import DrafterMismatch
 
 INDEX = "model.safetensors.index.json"
+SPECULATORS_TYPES = ("mtp", "fast_mtp")
 # Where programs for MLX put the head beside a converted model.
 BESIDE = ("*.safetensors", "mtp/*.safetensors")
 
@@ -41,7 +42,9 @@ def read_index(path: Path, name: str) -> dict[str, str]:
 
 
 def indexed_files(shards: dict[str, str], contract: Contract, target_layers: int) -> list[str]:
-    """Return the names of the shards that hold tensors of the head."""
+    """Return the names of the shards that hold tensors of the head: all, where there is nothing else."""
+    if is_bare(shards):
+        return sorted(set(shards.values()))
     return sorted({file for tensor, file in shards.items() if belongs_to_head(tensor, contract, target_layers)})
 
 
@@ -51,7 +54,13 @@ def holds_head(path: Path, contract: Contract, target_layers: int, name: str) ->
     return is_bare(tensors) or any(belongs_to_head(tensor, contract, target_layers) for tensor in tensors)
 
 
-def target_layers_of(config: dict[str, Any]) -> int:
-    """Return the number of decoder layers that a ``config.json`` states, 0 where it states none."""
-    part = config.get("text_config") or config
-    return int(part.get("num_hidden_layers") or 0)
+def is_mtp(place: Path, config: dict[str, Any], target_layers: int, name: str) -> bool:
+    """Whether a drafter's file or folder, with this ``config.json``, is meant to be an MTP head.
+
+    Raises UnsupportedModel for heads that mlx_spec does not run.
+    """
+    if place.is_file() or str(config.get("model_type")).endswith("_mtp"):
+        return True
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] in SPECULATORS_TYPES
+    return bool(head_files(place, contract_of(config, name), target_layers, name))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.mtp.contract import Contract
+from mlx_spec.drafters.mtp.contract import OWN_NAMES, Contract
 from mlx_spec.errors import DrafterMismatch
 
 # Means that tell norm weights less one from whole ones, over published Qwen3.5 to 3.8 heads: query and key norms
@@ -95,10 +95,10 @@ def stack_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _our_name(name: str, contract: Contract) -> str:
-    for theirs, ours in contract.names.items():
+    for theirs, ours in (contract.names | OWN_NAMES).items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
-    return name if name.startswith("layers.") else f"layers.0.{name}"
+    return f"layers.0.{name}"
 
 
 def _number(match: re.Match[str], contract: Contract, target_layers: int) -> int:
