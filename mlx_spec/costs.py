@@ -25,12 +25,12 @@ CONTEXT = 64
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
     """Return the costs from the cache, or measure them (a second or two) and cache them."""
     path = cache_folder() / "costs.json"
-    key, known = cost_key(target, drafter, drafter_name), read_costs(path)
+    key, known = cost_key(target, drafter, drafter_name), read_known(path)
     costs = from_json(known.get(key))
     if costs is None:
         costs = measure(target, drafter)
         known[key] = {"verify": as_json(costs.verify), "draft": as_json(costs.draft)}
-        write_costs(path, known)
+        write_known(path, known)
     return costs
 
 
@@ -100,7 +100,7 @@ def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
-def read_costs(path: Path) -> dict[str, Any]:
+def read_known(path: Path) -> dict[str, Any]:
     """Read the cache; a missing or damaged file is an empty one."""
     try:
         known = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def read_costs(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_costs(path: Path, known: object) -> None:
+def write_known(path: Path, known: object) -> None:
     """Write the cache in one step; a full disk only means measuring again next time."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:

@@ -20,10 +20,12 @@ from mlx_spec.draft_vocabulary import frequent_tokens
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.drafters.mtp.contract import contract_of
+from mlx_spec.drafters.mtp.drafter import MTPDrafter
 from mlx_spec.drafters.mtp.load import load_mtp, no_head, packing_of
 from mlx_spec.drafters.mtp.source import INDEX, head_files, indexed_files, is_mtp, read_index
 from mlx_spec.engine import Engine
 from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, RequestError
+from mlx_spec.head_check import check_wiring
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
 
@@ -70,6 +72,8 @@ def load(
     ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
     bound = load_drafter(name, target, progress, place=place, model_config=config, draft_ids=ids)
     label = name if ids is None else f"{name}, {len(ids)} draft tokens"
+    if isinstance(bound, MTPDrafter):
+        check_wiring(target, bound, tokenizer, label)
     return Engine(target, bound, measured_costs(target, bound, label)), tokenizer
 
 

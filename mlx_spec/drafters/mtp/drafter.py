@@ -113,7 +113,7 @@ class MTPDrafter:
                 row = self.rows.enter(self._embed(picked[-1].token[None]), hidden, at)
                 queries.append(row.queries)
                 keys_values.append(row.keys_values)
-            attended = self._attend(state, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
+            attended = self._attend(state.context, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
             scored, hidden = self.rows.leave(row, attended[-1:])
             picked.append(self._pick(scored, state.position + 1 + index, choose))
         return Proposal(
@@ -138,6 +138,16 @@ class MTPDrafter:
                 state.hidden, state.following = self._nothing
         return state.position
 
+    def first_drafts(self, rows: HeadRows, hidden: mx.array, following: mx.array) -> mx.array:
+        """Return the first greedy draft [n] of each row of a text, as ``rows`` wires the head.
+
+        hidden: [n, H] of the text's first n rows. following: [n], the tokens behind them.
+        """
+        entered = rows.enter(self._embed(following), hidden, mx.arange(following.size, dtype=mx.int32))
+        attended = self._attend(ContextKV(None), entered.queries, entered.keys_values)
+        best = mx.argmax(self.head.score(rows.leave(entered, attended)[0]), axis=-1)
+        return best if self.head.ids is None else self.head.ids[best]
+
     def _enter(self, state: MTPState, following: mx.array) -> Entered:
         """Run pending rows, those whose next token is in ``following``, up to attention."""
         count, first = following.size, state.context.cursor
@@ -151,9 +161,9 @@ class MTPDrafter:
             state.context.append(state.context.cursor, rows)
             state.hidden, state.following = state.hidden[count:], state.following[count:]
 
-    def _attend(self, state: MTPState, queries: mx.array, keys_values: mx.array) -> mx.array:
-        """Attend from the rows of a chain to the cache and to each other."""
-        pool, pages, length = state.context.pages() if state.context.cursor else self._no_context
+    def _attend(self, context: ContextKV, queries: mx.array, keys_values: mx.array) -> mx.array:
+        """Attend from rows behind the cache to the cache and to each other."""
+        pool, pages, length = context.pages() if context.cursor else self._no_context
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         cached = Cached(pages, length, (queries.shape[0],))
         return attention_rows(
