@@ -61,29 +61,34 @@ METAL_FUNC float fold(float a, float b, int lane, int mask) {
   return (upper ? b : a) + metal::simd_shuffle_xor(upper ? a : b, ushort(mask));
 }
 
-// Finds a key or value of `query` at a position: cached, or a row of the pass. All lanes must call it.
-template <int ROW_STRIDE, int SIZE, typename P>
-METAL_FUNC P locate(
-    P cached, P rows, int position, int length, int window, thread const Query<SIZE>& query, thread bool& seen) {
+// Finds a key or value at a position: cached, or the row that `behind` names in the lane of its distance behind what
+// is cached. A position that no row has gets the cached place, which may be read. All lanes must call it.
+template <int ROW_STRIDE, typename P>
+METAL_FUNC P locate(P cached, P rows, int position, int length, int behind) {
+  int row = metal::simd_shuffle(behind, ushort(metal::min(metal::max(position - length, 0), 31)));
+  return position < length || row < 0 ? cached : rows + row * ROW_STRIDE;
+}
+
+// Whether a query sees a position. All lanes must call it.
+template <int SIZE>
+METAL_FUNC bool sees(thread const Query<SIZE>& query, int position, int length, int window) {
   int row = metal::simd_shuffle(query.behind, ushort(metal::min(metal::max(position - length, 0), 31)));
-  bool is_cached = position < length;
-  seen = is_cached ? query.position - position < window : row >= 0;
-  return is_cached || row < 0 ? cached : rows + row * ROW_STRIDE;
+  return position < length ? query.position - position < window : row >= 0;
 }
 
 // Takes the queries through a tile. `cached` points at this lane's part of the tile's first key of its side, in the
 // pool; `keys` and `values` at its part of the sequence's first row. Without IS_MIXED every query sees every key of
 // the tile in the pool.
 template <typename T, int SIZE, int LANES, int VECTORS, int SLOT_STRIDE, int VALUE_STRIDE, int ROW_STRIDE,
-          bool IS_MIXED, typename P>
+          bool IS_MIXED, bool HAS_PATHS, typename P>
 METAL_FUNC void attend_tile(
-    thread Query<SIZE>* queries, P cached, P keys, P values, int tile, int length, int window, float softcap,
-    int lane) {
+    thread Query<SIZE>* queries, P cached, P keys, P values, int tile, int length, int count, int window,
+    float softcap, int lane) {
   constexpr int KEYS = 32 / LANES;
   const int first = tile + lane / LANES;
   float weights[VECTORS];
   float numbers[SIZE];
-  bool is_seen = true;
+  const int every_row = lane < count ? lane : -1;
 
   // Sums over lanes that wait for their other half, by the bit in which the lanes of the halves differ.
   float parts[VECTORS][6];
@@ -91,9 +96,11 @@ METAL_FUNC void attend_tile(
   for (int i = 0; i < LANES; i++) {
 #pragma unroll
     for (int m = 0; m < VECTORS; m++) {
-      if (m == 0 || (IS_MIXED && queries[m].row != queries[m - 1].row)) {
+      // Only the rows of a tree find different keys at one position.
+      if (m == 0 || (IS_MIXED && HAS_PATHS && queries[m].row != queries[m - 1].row)) {
         P from = cached + i * KEYS * SLOT_STRIDE;
-        if (IS_MIXED) from = locate<ROW_STRIDE>(from, keys, first + i * KEYS, length, window, queries[m], is_seen);
+        const int behind = HAS_PATHS ? queries[m].behind : every_row;
+        if (IS_MIXED) from = locate<ROW_STRIDE>(from, keys, first + i * KEYS, length, behind);
         read_numbers<T, SIZE>(from, numbers);
       }
       float part = dot<SIZE>(queries[m].numbers, numbers);
@@ -107,7 +114,7 @@ METAL_FUNC void attend_tile(
 #pragma unroll
   for (int m = 0; m < VECTORS; m++) {
     float score = parts[m][LANES == 8 ? 3 : LANES == 16 ? 4 : 5];
-    if (IS_MIXED) locate<ROW_STRIDE>(cached, keys, first + lane % LANES * KEYS, length, window, queries[m], is_seen);
+    const bool is_seen = !IS_MIXED || sees(queries[m], first + lane % LANES * KEYS, length, window);
     // Adding 0 keeps the product out of the fused multiply-add that a compiler may make of the subtraction below.
     if (softcap > 0.0f) score = metal::fma(softcap, metal::precise::tanh(score / softcap), 0.0f);
     const float before = queries[m].most;
@@ -125,15 +132,15 @@ METAL_FUNC void attend_tile(
   for (int i = 0; i < LANES; i++) {
 #pragma unroll
     for (int m = 0; m < VECTORS; m++) {
-      if (m == 0 || (IS_MIXED && queries[m].row != queries[m - 1].row)) {
+      if (m == 0 || (IS_MIXED && HAS_PATHS && queries[m].row != queries[m - 1].row)) {
         P from = cached + VALUE_STRIDE + i * KEYS * SLOT_STRIDE;
-        if (IS_MIXED)
-          from = locate<ROW_STRIDE>(from, values, first + i * KEYS, length, window, queries[m], is_seen);
-        if (is_seen) read_numbers<T, SIZE>(from, numbers);
+        const int behind = HAS_PATHS ? queries[m].behind : every_row;
+        if (IS_MIXED) from = locate<ROW_STRIDE>(from, values, first + i * KEYS, length, behind);
+        read_numbers<T, SIZE>(from, numbers);
       }
       const float weight = metal::simd_shuffle(weights[m], ushort(lane / LANES * LANES + i));
-      // An unseen value may be anything, and 0 times infinity is not 0.
-      if (is_seen) {
+      // An unseen value, whose weight is 0, may be anything, and 0 times infinity is not 0.
+      if (weight != 0.0f) {
 #pragma unroll
         for (int e = 0; e < SIZE; e++) queries[m].sum[e] = metal::fma(weight, numbers[e], queries[m].sum[e]);
       }
@@ -187,11 +194,11 @@ for (int tile = begin; tile < end; tile += 32) {
   const int page = tile < length ? pages[sequence * pages_stride + tile / SLOTS] : 0;
   auto cached = pool + long(page) * PAGE_STRIDE + layer * LAYER_STRIDE + (tile % SLOTS + side) * SLOT_STRIDE + offset;
   if (tile + 32 <= length && length + count - 1 - tile < window) {
-    attend_tile<T, SIZE, LANES, VECTORS, SLOT_STRIDE, VALUE_STRIDE, KV * D, false>(
-        query, cached, new_keys, new_values, tile, length, window, settings[1], lane);
+    attend_tile<T, SIZE, LANES, VECTORS, SLOT_STRIDE, VALUE_STRIDE, KV * D, false, HAS_PATHS>(
+        query, cached, new_keys, new_values, tile, length, count, window, settings[1], lane);
   } else {
-    attend_tile<T, SIZE, LANES, VECTORS, SLOT_STRIDE, VALUE_STRIDE, KV * D, true>(
-        query, cached, new_keys, new_values, tile, length, window, settings[1], lane);
+    attend_tile<T, SIZE, LANES, VECTORS, SLOT_STRIDE, VALUE_STRIDE, KV * D, true, HAS_PATHS>(
+        query, cached, new_keys, new_values, tile, length, count, window, settings[1], lane);
   }
 }
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import prod
 
 import mlx.core as mx
 
@@ -126,9 +127,8 @@ def reference_attention_rows(
     """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N], in their dtype."""
     rows, heads, dim = queries.shape
     kv_heads = keys.shape[1]
-    scores = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim) @ keys.transpose(1, 2, 0)[
-        :, None
-    ]
+    by_head = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim)
+    scores = by_head @ keys.transpose(1, 2, 0)[:, None]
     if view.softcap is not None:
         scores = mx.tanh(scores / view.softcap) * view.softcap
     scores = mx.where(visible, scores, -mx.inf)
@@ -199,17 +199,10 @@ def _work(dim: int) -> tuple[int, int]:
 def _strides(pool: mx.array, slot_major: bool) -> list[tuple[str, int]]:
     """Return the distances of pages, layers, slots, and of a value from its key, in elements."""
     sizes = [pool.shape[i] for i in range(6)]
-    page, first, second, third = (_product(sizes[i + 1 :]) for i in range(4))
+    page, first, second, third = (prod(sizes[i + 1 :]) for i in range(4))
     slot, layer, value = (first, second, third) if slot_major else (third, first, second)
     names = ("PAGE_STRIDE", "LAYER_STRIDE", "SLOT_STRIDE", "VALUE_STRIDE", "SLOTS")
     return list(zip(names, (page, layer, slot, value, sizes[1 if slot_major else 3]), strict=True))
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 @lru_cache(maxsize=4096)
@@ -251,7 +244,7 @@ def _composed(
     row_at = length + mx.arange(count)
 
     def lay_out(side: int, new: mx.array) -> mx.array:
-        old = pool[pages][:, :, layer, side] if slot_major else pool[pages, layer, side]
+        old = pool[:, :, layer, side][pages] if slot_major else pool[pages, layer, side]
         rows = old.reshape(-1, *new.shape[1:])
         if side == 1:
             # Slots of no position may hold anything, and 0 times infinity is not 0.

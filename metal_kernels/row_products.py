@@ -14,9 +14,9 @@ MOST_WEIGHTS = 1 << 31
 class Geometry:
     """How ``row_products.metal`` cuts a product, and the launch that fits.
 
-    rows: of x. columns: weight rows that one lane multiplies. splits: simdgroups that share K; the order of the sums depends
-    on it, so it follows from K alone. teams: groups of simdgroups with columns of their own. steps: pieces of K
-    that wait in threadgroup memory at once.
+    rows: of x. columns: weight rows that one lane multiplies. splits: simdgroups that share K; the order of the
+    sums depends on it, so it follows from K alone. teams: groups of simdgroups with columns of their own. steps:
+    pieces of K that wait in threadgroup memory at once.
     """
 
     rows: int

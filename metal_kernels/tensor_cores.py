@@ -38,7 +38,7 @@ class TensorCut:
 
 
 def tensor_cut(x: mx.array, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
-    """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes, of which a warp takes ``chunk`` at a time.
+    """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes; a warp takes ``chunk`` of them at a time.
 
     None where tensor cores cannot do it: on other machines, for float32 rows, for weight rows that are no whole
     number of pieces.

@@ -8,6 +8,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -26,10 +27,31 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.quantize_drafter", description=__doc__)
     parser.add_argument("source", type=Path, help="folder of the checkpoint")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 5, 6, 8), help="bits a weight (4)")
-    parser.add_argument("--group-size", type=int, default=32, choices=(32, 64, 128), help="weights a scale (32)")
+    add_packing_arguments(parser)
     parser.add_argument("--dequantize", action="store_true", help="write plain bfloat16 tensors instead")
     return parser
+
+
+def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says how weights are packed, also to programs that train for it."""
+    bits = (2, 3, 4, 5, 6, 8)
+    parser.add_argument("--bits", type=int, default=4, choices=bits, help="bits a weight (default 4)")
+    parser.add_argument(
+        "--codebook-bits", type=int, default=3, choices=bits, help="bits a weight of the selector's codebooks (3)"
+    )
+    parser.add_argument("--group-size", type=int, default=64, choices=(32, 64, 128), help="weights a scale (64)")
+
+
+def packing(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the group size and the bits of every module that is packed, by its path."""
+    return {
+        path: {
+            "group_size": args.group_size,
+            "bits": args.codebook_bits if path.endswith("codebook") else args.bits,
+        }
+        for path, module in model.named_modules()
+        if hasattr(module, "to_quantized") and module.weight.shape[-1] % args.group_size == 0
+    }
 
 
 def plain_tensors(model: nn.Module) -> dict[str, mx.array]:
@@ -70,9 +92,11 @@ def main() -> None:
         tensors = plain_tensors(model)
         config.pop("quantization", None)
     else:
-        nn.quantize(model, group_size=args.group_size, bits=args.bits)
+        packed = packing(model, args)
+        nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
         tensors = dict(tree_flatten(model.parameters()))
-        config["quantization"] = {"group_size": args.group_size, "bits": args.bits}
+        codebooks = {path: how for path, how in packed.items() if path.endswith("codebook")}
+        config["quantization"] = {"group_size": args.group_size, "bits": args.bits, **codebooks}
     out = args.out / "model.safetensors"
     mx.save_safetensors(str(out), published_names(tensors), metadata={"format": "mlx"})
     (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -61,7 +61,7 @@ def random_model(name: str, bits: int | None, group_size: int = 64, layers: int 
     """Return mlx-lm's model of a named shape in bfloat16, quantised where ``bits`` is given, and its config.
 
     layers: fewer than the shape has, for quick looks. Weights are made and packed module by module, so that the
-    unpacked model never exists as a whole. Norms are ones, all else is normal noise that keeps rows near unit size.
+    unpacked model never exists as a whole. Norms are ones, all else is noise that keeps rows near unit size.
     """
     config = dict(CONFIGS[name])
     if layers is not None:

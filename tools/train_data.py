@@ -48,14 +48,11 @@ class Replies:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded sequences [N, S] and the anchor positions [N, A] that blocks start from.
-
-    An anchor lies between the last prompt token and the second last token; ``lengths``: [N].
-    """
+    """Padded sequences [N, S], their lengths [N], and the position of each reply's first token [N]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    anchors: np.ndarray
+    firsts: np.ndarray
 
 
 def frequent_tokens(replies: Replies, count: int, vocab_size: int, always: list[int]) -> list[int]:
@@ -66,23 +63,17 @@ def frequent_tokens(replies: Replies, count: int, vocab_size: int, always: list[
     return sorted(int(i) for i in ranked[:count])
 
 
-def make_batch(replies: Replies, index: np.ndarray, size: int, anchors: int, rng: np.random.Generator) -> Batch:
-    """Pad the sequences ``index`` to ``size`` (longer ones lose their end) and draw their anchors."""
+def make_batch(replies: Replies, index: np.ndarray, size: int) -> Batch:
+    """Pad the sequences ``index`` to ``size``; longer ones lose their end."""
     tokens = np.zeros((len(index), size), dtype=np.int32)
     lengths = np.minimum(replies.lengths[index], size).astype(np.int32)
-    drawn = np.zeros((len(index), anchors), dtype=np.int32)
     for row, i in enumerate(index):
         start = replies.offsets[i]
         tokens[row, : lengths[row]] = replies.tokens[start : start + lengths[row]]
-        first = min(replies.prompt_lengths[i] - 1, lengths[row] - 2)
-        choices = np.arange(first, lengths[row] - 1)
-        drawn[row] = rng.choice(choices, anchors, replace=len(choices) < anchors)
-    return Batch(tokens, lengths, drawn)
+    return Batch(tokens, lengths, replies.prompt_lengths[index].astype(np.int32))
 
 
-def batches(
-    replies: Replies, per_batch: int, size: int, anchors: int, rng: np.random.Generator
-) -> Iterator[Batch]:
+def batches(replies: Replies, per_batch: int, size: int, rng: np.random.Generator) -> Iterator[Batch]:
     """Yield batches for ever, epoch after epoch, short sequences with short ones.
 
     Sequences of at most ``size // 2`` tokens are padded to that and come twice as many to a batch, so that every
@@ -102,4 +93,4 @@ def batches(
             raise ValueError(f"{len(usable)} usable replies are too few for a batch of {per_batch}.")
         for k in rng.permutation(len(plan)):
             index, width = plan[k]
-            yield make_batch(replies, index, width, anchors * per_batch // len(index), rng)
+            yield make_batch(replies, index, width)

@@ -13,7 +13,12 @@ from mlx import nn
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 
-POSITION_DECAY = 4.0
+# What a wrong draft leaves of the weight of the rows behind it: decoding never gets to them.
+AFTER_A_MISS = 0.3
+# Weight, as an anchor, of a token that the target was sure of; one that it gave no chance weighs one more.
+SURE_ANCHOR = 0.1
+# Tokens of a group in `best_tokens`.
+GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,39 @@ def gather_rows(values: mx.array, positions: mx.array) -> mx.array:
     return values[mx.arange(n)[:, None, None], positions]
 
 
+def best_tokens(logits: mx.array, k: int) -> mx.array:
+    """Return the positions of the k largest logits [..., N], in any order: [..., k].
+
+    The groups with the k largest maxima hold the k largest logits, and sorting few is faster than sorting all.
+    """
+    if logits.shape[-1] % GROUP or logits.shape[-1] < 2 * k * GROUP:
+        return mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
+    groups = logits.reshape(*logits.shape[:-1], -1, GROUP)
+    best = mx.argpartition(-mx.max(groups, axis=-1), kth=k - 1, axis=-1)[..., :k]
+    inside = mx.take_along_axis(groups, best[..., None], axis=-2).flatten(-2)
+    found = mx.argpartition(-inside, kth=k - 1, axis=-1)[..., :k]
+    return mx.take_along_axis(best, found // GROUP, axis=-1) * GROUP + found % GROUP
+
+
+def draw_anchors(
+    frozen: Frozen, tokens: mx.array, lengths: mx.array, firsts: mx.array, hidden: mx.array, count: int
+) -> mx.array:
+    """Draw anchors [N, count] from first .. length - 2 of each sequence, mostly tokens that surprised the target.
+
+    Decoding drafts again where a draft failed, and drafts fail at such tokens. hidden: the target's, [N, S, H].
+    """
+    index = frozen.draft_index[tokens[:, 1:]]
+    logits = (hidden[:, :-1] @ frozen.head.T).astype(mx.float32)
+    logit = mx.take_along_axis(logits, mx.maximum(index, 0)[..., None], axis=-1)[..., 0]
+    chance = mx.where(index >= 0, mx.exp(logit - mx.logsumexp(logits, axis=-1)), 0.0)
+    at = mx.arange(1, tokens.shape[1])
+    allowed = (at >= firsts[:, None]) & (at < lengths[:, None] - 1)
+    keys = mx.log(SURE_ANCHOR + 1 - chance) + mx.random.gumbel(chance.shape)
+    order = mx.argpartition(mx.where(allowed, -keys, mx.inf), kth=count - 1, axis=-1)[:, :count]
+    # A reply with fewer places gives its first one several times.
+    return mx.where(mx.take_along_axis(allowed, order, axis=-1), order + 1, firsts[:, None])
+
+
 def selector_scores(
     model: DraftModel, hidden: mx.array, ids: mx.array, unary: mx.array, previous: mx.array
 ) -> mx.array:
@@ -123,7 +161,7 @@ def loss(
     """Loss of a batch: the unary logits and the selector, both against the teacher.
 
     The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
-    vocabulary. Later rows weigh less, by exp(-(t - 1) / 4): they count only when the earlier ones were right.
+    vocabulary. Every wrong draft lowers the weight of the rows behind it.
     """
     steps = mx.arange(1, config.block_size)
     at = anchors[..., None] + steps
@@ -131,7 +169,7 @@ def loss(
     at = mx.minimum(at, tokens.shape[1] - 1)
     gold, before = gather_rows(tokens, at), gather_rows(tokens, at - 1)
     gold_index = frozen.draft_index[gold]
-    weights = mx.where(exists & (gold_index >= 0), mx.exp(-(steps - 1) / POSITION_DECAY), 0.0)
+    counts = exists & (gold_index >= 0)
     gold_index = mx.maximum(gold_index, 0)
 
     hidden = block_hidden(model, config, frozen, tokens, anchors, rows, seen.taps)[:, :, 1:]
@@ -143,7 +181,7 @@ def loss(
     unary_loss = total - hard * gold_logit - (1 - hard) * mx.sum(teacher * logits, axis=-1)
 
     k = config.selector_top_k
-    found = mx.argpartition(-mx.stop_gradient(logits), kth=k - 1, axis=-1)[..., :k]
+    found = best_tokens(mx.stop_gradient(logits), k)
     has_gold = mx.any(found == gold_index[..., None], axis=-1, keepdims=True)
     found = mx.concatenate(
         [found[..., : k - 1], mx.where(has_gold, found[..., k - 1 :], gold_index[..., None])], axis=-1
@@ -152,9 +190,13 @@ def loss(
     scores = selector_scores(model, hidden, frozen.draft_ids[found], unary, before)
     shares = mx.take_along_axis(teacher, found, axis=-1)
     shares = shares / mx.maximum(mx.sum(shares, axis=-1, keepdims=True), 1e-9)
-    shares = hard * (found == gold_index[..., None]) + (1 - hard) * shares
+    is_gold = found == gold_index[..., None]
+    shares = hard * is_gold + (1 - hard) * shares
     # A distribution needs weight 1: the gold token can be missing from neither part.
     shares = shares / mx.sum(shares, axis=-1, keepdims=True)
+    missed = mx.argmax(scores, axis=-1) != mx.argmax(is_gold, axis=-1)
+    misses = mx.cumsum(missed.astype(mx.float32), axis=-1, inclusive=False)
+    weights = mx.where(counts, AFTER_A_MISS**misses, 0.0)
     return mx.sum(weights * (unary_loss + soft_cross_entropy(scores, shares))) / mx.maximum(mx.sum(weights), 1.0)
 
 
@@ -164,7 +206,7 @@ def walk_blocks(
     """Greedy selector walk of many blocks: hidden [N, B - 1, H], anchor [N] token ids, to tokens [N, B - 1]."""
     logits = (hidden @ frozen.head.T).astype(mx.float32)
     k = config.selector_top_k
-    found = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
+    found = best_tokens(logits, k)
     unary, ids = mx.take_along_axis(logits, found, axis=-1), frozen.draft_ids[found]
     previous, path = anchor, []
     for t in range(hidden.shape[1]):
@@ -175,7 +217,7 @@ def walk_blocks(
     return mx.stack(path, axis=1)
 
 
-def reached(
+def drafts_standing(
     model: DraftModel,
     config: DFlash2Config,
     frozen: Frozen,
@@ -183,11 +225,8 @@ def reached(
     lengths: mx.array,
     anchors: mx.array,
     seen: Seen,
-) -> tuple[mx.array, mx.array]:
-    """Teacher-forced acceptance: blocks whose first t drafts all match, and blocks that have t tokens left.
-
-    Both [B - 1] counts over the batch; their ratio is the share that reaches each position.
-    """
+) -> mx.array:
+    """Return how many drafts stand behind each anchor [N, A] of a batch, up to the end of the sequence."""
     rows = mx.full(anchors.shape, config.block_size, dtype=mx.int32)
     hidden = block_hidden(model, config, frozen, tokens, anchors, rows, seen.taps)[:, :, 1:]
     flat = hidden.reshape(-1, *hidden.shape[2:])
@@ -197,7 +236,7 @@ def reached(
     exists = at < lengths[:, None, None]
     gold = gather_rows(tokens, mx.minimum(at, tokens.shape[1] - 1))
     right = (path.reshape(gold.shape) == gold) & exists
-    return mx.sum(mx.cumprod(right.astype(mx.int32), axis=-1), axis=(0, 1)), mx.sum(exists, axis=(0, 1))
+    return mx.sum(mx.cumprod(right.astype(mx.int32), axis=-1), axis=-1)
 
 
 def initialise(model: nn.Module) -> None:

@@ -1,11 +1,13 @@
 """Train a DFlash 2 drafter for a target, on replies that the target wrote (see ``tools.write_replies``).
 
-The modules that are trained are the modules that are shipped. Weights are kept in float32, computed in bfloat16.
-Matrices of the layers learn by Muon, everything else by AdamW at a twentieth of the rate.
+The modules that are trained are the modules that are shipped. Weights are kept in float32 and computed with as
+``tools.quantize_drafter`` packs them, so packing costs nothing. Matrices of the layers learn by Muon, the rest by
+AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run over several GPUs.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,20 +18,25 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn, optimizers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
+from metal_kernels.implementations import using
+from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
 from mlx_spec.drafters.dflash2.drafter import native_names
+from mlx_spec.errors import DrafterMismatch
 from tools import train_dflash2 as dflash2
-from tools.quantize_drafter import plain_tensors, published_names
-from tools.train_data import Replies, batches, frequent_tokens, make_batch
+from tools.quantize_drafter import add_packing_arguments, packing, plain_tensors, published_names
+from tools.train_data import Batch, Replies, batches, frequent_tokens, make_batch
 from tools.write_replies import load_target
 
 # Steps that compile, and are left out when the schedule is fitted to a time limit.
 FIRST_TIMED = 10
+# Share of the blocks that have all their rows.
+WHOLE_BLOCKS = 0.7
 # AdamW's rate as a share of Muon's.
 ADAMW_SHARE = 0.05
 
@@ -55,14 +62,15 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
     add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
     add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
-    add("--batch-size", type=int, default=64, help="sequences a step")
+    add("--batch-size", type=int, default=64, help="sequences a step, on each GPU")
     add("--anchors", type=int, default=48, help="blocks a sequence")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
     add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
-    add("--resume", type=Path, help="start from the weights of this checkpoint of the same shape")
+    add("--resume", type=Path, help="start from this checkpoint, of the same shape or of fewer layers")
     add("--seed", type=int, default=0)
+    add_packing_arguments(parser)
     return parser
 
 
@@ -121,15 +129,38 @@ def freeze_target(model: Any, draft_ids: list[int]) -> dflash2.Frozen:
     return dflash2.Frozen(embedding, head[ids], ids, mx.array(index))
 
 
-def make_step(
-    model: DraftModel, config: DFlash2Config, frozen: dflash2.Frozen, target: Any, optimizer: Any, hard: float
-) -> Callable[..., mx.array]:
-    """Return the compiled training step: arrays of a batch to its loss."""
+def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
+    """Return the weights as they will be computed with: rounded to what packing keeps, gradients passing through.
 
-    def loss(weights: Any, *batch: mx.array) -> mx.array:
-        model.update(tree_map(lambda w: w.astype(mx.bfloat16), weights))
-        tokens, lengths, anchors, rows = batch
+    Codebooks stay in float32, so that the gradients of frequent tokens, sums over many rows, are not rounded away.
+    """
+
+    def ship(path: str, weight: mx.array) -> mx.array:
+        how, weight = packed.get(path.removesuffix(".weight")), weight.astype(mx.float32)
+        if how is not None:
+            kept = mx.dequantize(*mx.quantize(mx.stop_gradient(weight).astype(mx.bfloat16), **how), **how)
+            weight = weight + mx.stop_gradient(kept - weight)
+        return weight if path.endswith("codebook.weight") else weight.astype(mx.bfloat16)
+
+    return tree_map_with_path(ship, weights)
+
+
+def make_step(
+    model: DraftModel,
+    config: DFlash2Config,
+    frozen: dflash2.Frozen,
+    target: Any,
+    optimizer: Any,
+    packed: dict[str, dict[str, Any]],
+    hard: float,
+) -> Callable[..., mx.array]:
+    """Return the compiled training step: tokens, lengths and firsts of a batch, and rows [N, A], to its loss."""
+    group = processes()
+
+    def loss(weights: Any, tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
+        model.update(shipped_weights(weights, packed))
         seen = dflash2.run_target(target, tokens, config.target_layer_ids)
+        anchors = dflash2.draw_anchors(frozen, tokens, lengths, firsts, seen.hidden, rows.shape[1])
         seen = dflash2.Seen(mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden))
         return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, seen, hard)
 
@@ -140,11 +171,20 @@ def make_step(
         master = model.trainable_parameters()
         value, gradients = mx.value_and_grad(loss)(master, *batch)
         model.update(master)
+        if group is not None:
+            gradients = nn.average_gradients(gradients, group)
         gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
         optimizer.update(model, gradients)
         return value
 
     return step
+
+
+def processes() -> mx.distributed.Group | None:
+    """Return the processes that ``mlx.launch`` started, or None if it did not start this one."""
+    if "MLX_RANK" not in os.environ:
+        return None
+    return mx.distributed.init(backend="nccl" if mx.cuda.is_available() else "any")
 
 
 def make_optimizer() -> optimizers.MultiOptimizer:
@@ -157,21 +197,30 @@ def make_optimizer() -> optimizers.MultiOptimizer:
 
 
 def initial_model(config: DFlash2Config, resume: Path | None) -> DraftModel:
-    """Return a new drafter in float32, or one with the weights of a checkpoint, quantised or not."""
+    """Return a new drafter in float32, or one with the weights of a checkpoint, quantised or not.
+
+    Layers that the checkpoint lacks are copies of its last one that add nothing until they are trained.
+    """
     model = DraftModel(config)
     dflash2.initialise(model)
     if resume is not None:
-        start = DraftModel(config)
-        load_tensors(start, native_names(read_tensors(resume, str(resume))), str(resume))
-        model.load_weights([(n, v.astype(mx.float32)) for n, v in plain_tensors(start).items()])
+        name = str(resume)
+        start = DraftModel(read_config(read_config_file(resume, name, "drafter", DrafterMismatch), name))
+        load_tensors(start, native_names(read_tensors(resume, name)), name)
+        model.load_weights([(n, v.astype(mx.float32)) for n, v in plain_tensors(start).items()], strict=False)
+        last = model.layers[len(start.layers) - 1]
+        for layer in model.layers[len(start.layers) :]:
+            layer.update(last.parameters())
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight = mx.zeros_like(output.weight)
     mx.eval(model.parameters())
     return model
 
 
-def block_rows(shape: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the rows of each block: half are whole, half shorter, because the policy runs shorter blocks too."""
-    short = rng.integers(3, block_size, shape)
-    return np.where(rng.random(shape) < 0.5, block_size, short).astype(np.int32)
+def block_rows(shape: tuple[int, int], block_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw the rows of each block: most are whole, some shorter, because the policy runs shorter blocks too."""
+    short = rng.integers(2, block_size, shape)
+    return np.where(rng.random(shape) < WHOLE_BLOCKS, block_size, short).astype(np.int32)
 
 
 def acceptance(
@@ -182,20 +231,38 @@ def acceptance(
     heldout: Replies,
     max_length: int,
     limit: int = 512,
-) -> list[float]:
-    """Return the share of held-out greedy blocks that reach positions 1 .. block size - 1."""
-    rng = np.random.default_rng(0)
+) -> tuple[list[float], list[float]]:
+    """Return the share of drafts that stand at positions 1 .. block size - 1, over held-out greedy replies.
+
+    First of the blocks that decoding starts, each behind what the one before gave, then of blocks at every place.
+    """
     chosen = np.flatnonzero(heldout.greedy & (heldout.lengths - heldout.prompt_lengths >= 2))[:limit]
-    hits = np.zeros(config.block_size - 1)
-    tries = np.zeros(config.block_size - 1)
-    for i in range(0, len(chosen), 32):
-        batch = make_batch(heldout, chosen[i : i + 32], max_length, 16, rng)
-        tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors))
+    steps = np.arange(1, config.block_size)
+    # Of decoding and of every place: drafts that stood, and drafts there were tokens for.
+    counts = np.zeros((2, 2, config.block_size - 1))
+    for i in range(0, len(chosen), 16):
+        batch = make_batch(heldout, chosen[i : i + 16], max_length)
+        most = int((batch.lengths - batch.firsts).max()) - 1
+        places = np.minimum(batch.firsts[:, None] + np.arange(most), batch.lengths[:, None] - 2)
+        tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, places))
         seen = dflash2.run_target(target, tokens, config.target_layer_ids)
-        right, there = dflash2.reached(model, config, frozen, tokens, lengths, anchors, seen)
-        hits += np.array(right)
-        tries += np.array(there)
-    return [float(h / max(t, 1)) for h, t in zip(hits, tries, strict=True)]
+        standing = np.array(dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, seen))
+        for row, length, first in zip(standing, batch.lengths, batch.firsts, strict=True):
+            left = length - 1 - np.arange(first, length - 1)
+            stood = row[: len(left), None] >= steps, left[:, None] >= steps
+            rounds = decoding_rounds(row[: len(left)])
+            counts += [[s[rounds].sum(axis=0) for s in stood], [s.sum(axis=0) for s in stood]]
+    decoding, everywhere = counts[:, 0] / np.maximum(counts[:, 1], 1)
+    return decoding.tolist(), everywhere.tolist()
+
+
+def decoding_rounds(standing: np.ndarray) -> list[int]:
+    """Return the places where decoding starts a round, given how many drafts would stand behind each place."""
+    rounds, at = [], 0
+    while at < len(standing):
+        rounds.append(at)
+        at += 1 + int(standing[at])
+    return rounds
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -212,22 +279,33 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
-    step = make_step(model, config, frozen, target, optimizer, args.hard)
+    packed = packing(model, args)
+    step = make_step(model, config, frozen, target, optimizer, packed, args.hard)
     history = fit(args, step, optimizer, replies, config.block_size)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
-    shares = acceptance(model, config, frozen, target, heldout, args.max_length)
-    save(Path(args.out), raw, model)
+    if first_process():
+        save(Path(args.out), raw, model)
+    model.update(shipped_weights(model.parameters(), packed))
+    decoding, everywhere = acceptance(model, config, frozen, target, heldout, args.max_length)
     return {
         "steps": history[-1][0],
         "seconds": round(time.perf_counter() - started, 1),
         "replies": len(replies),
         "tokens": int(len(replies.tokens)),
         "parameters": sum(v.size for _, v in tree_flatten(model.parameters())),
-        "teacher_forced_accepted_length": round(1 + sum(shares), 3),
-        "share_reaching_position": [round(s, 3) for s in shares],
+        "accepted_length": round(1 + sum(decoding), 3),
+        "acceptance": [round(s, 3) for s in decoding],
+        "accepted_length_everywhere": round(1 + sum(everywhere), 3),
+        "acceptance_everywhere": [round(s, 3) for s in everywhere],
         "step_seconds_loss": history[:: max(1, len(history) // 20)],
     }
+
+
+def first_process() -> bool:
+    """Whether this process is the one that writes files."""
+    group = processes()
+    return group is None or group.rank() == 0
 
 
 def fit(
@@ -238,10 +316,11 @@ def fit(
     block_size: int,
 ) -> list[tuple[int, float, float]]:
     """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights."""
-    rng = np.random.default_rng(args.seed)
-    source = batches(replies, args.batch_size, args.max_length, args.anchors, rng)
-    started, steps, history = time.perf_counter(), args.steps, []
-    with tqdm(total=steps, desc="training", mininterval=5) as bar:
+    group = processes()
+    rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
+    source = batches(replies, args.batch_size, args.max_length, rng)
+    started, steps, history, value = time.perf_counter(), args.steps, [], mx.array(0.0)
+    with tqdm(total=steps, desc="training", mininterval=5, disable=not first_process()) as bar:
         try:
             for done in count(1):
                 if done == FIRST_TIMED:
@@ -249,13 +328,15 @@ def fit(
                 if args.time_limit and done in (2 * FIRST_TIMED, 20 * FIRST_TIMED):
                     pace = (time.perf_counter() - timed_from) / (done - FIRST_TIMED)
                     steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
+                    if group is not None:
+                        steps = int(mx.distributed.all_sum(mx.array(steps), group=group).item()) // group.size()
                     bar.total = steps
                 for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
                     part.learning_rate = schedule(share * args.learning_rate, done, steps)
-                batch = next(source)
-                rows = block_rows(batch.anchors.shape, block_size, rng)
-                value = step(*(mx.array(a) for a in (batch.tokens, batch.lengths, batch.anchors, rows)))
-                loss = float(value.item())
+                last, value = value, step(*step_inputs(next(source), args, block_size, rng))
+                mx.async_eval(value)
+                # While a step runs, the next is prepared.
+                loss = float((last if done < steps else value).item())
                 bar.update()
                 if done % 100 == 0 or done >= steps:
                     history.append((done, round(time.perf_counter() - started, 1), round(loss, 4)))
@@ -265,6 +346,15 @@ def fit(
         except KeyboardInterrupt:
             bar.write("stopped; saving what there is")
     return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
+
+
+def step_inputs(
+    batch: Batch, args: argparse.Namespace, block_size: int, rng: np.random.Generator
+) -> tuple[mx.array, ...]:
+    """Return what a step takes; batches of shorter sequences have more of them and fewer blocks in each."""
+    count = len(batch.lengths)
+    rows = block_rows((count, args.anchors * args.batch_size // count), block_size, rng)
+    return tuple(mx.array(a) for a in (batch.tokens, batch.lengths, batch.firsts, rows))
 
 
 def schedule(peak: float, step: int, steps: int) -> mx.array:
@@ -286,10 +376,13 @@ def save(folder: Path, config: dict[str, Any], model: nn.Module) -> None:
 def main() -> None:
     """Run the command."""
     args = setup_arg_parser().parse_args()
-    result = train(args)
-    for position, share in enumerate(result["share_reaching_position"], 1):
-        print(f"position {position}: reached by {share:.3f} of held-out blocks")
-    print(f"accepted length, teacher-forced: {result['teacher_forced_accepted_length']}")
+    with using("stock"):  # our kernels have no gradients
+        result = train(args)
+    if not first_process():
+        return
+    for position, share in enumerate(result["acceptance"], 1):
+        print(f"position {position}: {share:.3f} of the drafts that far stood")
+    print(f"accepted length: {result['accepted_length']}")
     arguments = {name: str(value) for name, value in vars(args).items()}
     Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
     print(json.dumps({"arguments": arguments, **result}))

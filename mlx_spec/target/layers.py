@@ -72,7 +72,7 @@ class Layer:
             raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
 
     def project(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Norm rows [R, hidden] and return queries [R, H, D] and keys and values [2, R, KV, D], positions encoded."""
+        """Return queries [R, H, D] and keys and values [2, R, KV, D] of rows [R, hidden], positions encoded."""
         return qkv_norm_rope(
             linear_rows(self.input_norm(x), self.qkv),
             self.qk_norm,

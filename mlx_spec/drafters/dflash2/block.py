@@ -37,7 +37,7 @@ class GroupedDynamicCausalConv(nn.Module):
         return dynamic_conv(x, self.base_kernel, dynamic, side=0), dynamic
 
     def finish(self, x: mx.array, dynamic: mx.array, residual: mx.array) -> mx.array:
-        """Convolve a sublayer's output [..., B, H] with the kernels that ``prepare`` returned; adds the residual."""
+        """Convolve a sublayer's output [..., B, H] with the kernels of ``prepare``, and add the residual."""
         return dynamic_conv(x, self.base_kernel, dynamic, residual, side=1)
 
 
