@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.mtp.contract import Contract
 from mlx_spec.drafters.mtp.head import MTPHead
-from tools.train_dflash2 import Frozen, soft_cross_entropy
+from tools.train_dflash2 import AFTER_A_MISS, Frozen, soft_cross_entropy
 
 
 def chains(
@@ -85,37 +85,40 @@ def loss(
     frozen: Frozen,
     tokens: mx.array,
     lengths: mx.array,
+    firsts: mx.array,
     final_hidden: mx.array,
     hard: float,
-    decay: float,
 ) -> mx.array:
-    """Loss of what ``chains`` returned, against the target's own distribution at the same place.
+    """Loss of what ``chains`` returned, over the tokens from ``firsts`` [N] to before ``lengths`` [N].
 
     The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
-    vocabulary, from ``final_hidden`` [N, S, H]. A step weighs ``decay`` times the one before.
+    vocabulary, from ``final_hidden`` [N, S, H]. Every wrong draft lowers the weight of the steps behind it.
     """
     teacher = (final_hidden @ frozen.head.T).astype(mx.float32)
-    total, weight = mx.array(0.0), mx.array(0.0)
+    total, weight, misses = mx.array(0.0), mx.array(0.0), mx.zeros(outputs[0].shape[:2])
     for step, output in enumerate(outputs):
         at = mx.arange(output.shape[1]) + step + 2
         gold = frozen.draft_index[shifted(tokens, step + 2)]
-        counts = ((at < lengths[:, None]) & (gold >= 0)) * decay**step
+        counts = (at >= firsts[:, None]) & (at < lengths[:, None]) & (gold >= 0)
+        weights = counts * AFTER_A_MISS**misses
         logits = (output @ frozen.head.T).astype(mx.float32)
         there = mx.take_along_axis(logits, mx.maximum(gold, 0)[..., None], axis=-1)[..., 0]
         shares = mx.softmax(shifted(teacher, step + 1), axis=-1)
         soft = soft_cross_entropy(logits, shares)
-        total += mx.sum(counts * (hard * (mx.logsumexp(logits, axis=-1) - there) + (1 - hard) * soft))
-        weight += mx.sum(counts)
+        total += mx.sum(weights * (hard * (mx.logsumexp(logits, axis=-1) - there) + (1 - hard) * soft))
+        weight += mx.sum(weights)
+        misses += mx.argmax(logits, axis=-1) != gold
     return total / mx.maximum(weight, 1.0)
 
 
 def standing(outputs: list[mx.array], frozen: Frozen, tokens: mx.array, lengths: mx.array) -> mx.array:
-    """Return how many greedy drafts of each chain stand [N, S - 1], -1 where they reach behind the end."""
+    """Return how many greedy drafts of each chain stand, up to the end of the sequence: [N, S - 1].
+
+    Chain i is that of the anchor at position i + 1.
+    """
     right = []
     for step, output in enumerate(outputs):
         drafted = frozen.draft_ids[mx.argmax(output @ frozen.head.T, axis=-1)]
-        right.append(drafted == shifted(tokens, step + 2))
-    count = mx.sum(mx.cumprod(mx.stack(right).astype(mx.int32), axis=0), axis=0)
-    last = mx.arange(count.shape[1]) + len(outputs) + 1
-    return mx.where(last < lengths[:, None], count, -1)
-
+        there = mx.arange(output.shape[1]) + step + 2 < lengths[:, None]
+        right.append((drafted == shifted(tokens, step + 2)) & there)
+    return mx.sum(mx.cumprod(mx.stack(right).astype(mx.int32), axis=0), axis=0)
