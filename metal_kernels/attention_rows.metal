@@ -139,8 +139,8 @@ METAL_FUNC void attend_tile(
         read_numbers<T, SIZE>(from, numbers);
       }
       const float weight = metal::simd_shuffle(weights[m], ushort(lane / LANES * LANES + i));
-      // An unseen value, whose weight is 0, may be anything, and 0 times infinity is not 0.
-      if (weight != 0.0f) {
+      // An unseen value may be anything, and 0 times infinity is not 0.
+      if (!IS_MIXED || sees(queries[m], first + i * KEYS, length, window)) {
 #pragma unroll
         for (int e = 0; e < SIZE; e++) queries[m].sum[e] = metal::fma(weight, numbers[e], queries[m].sum[e]);
       }

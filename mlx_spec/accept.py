@@ -1,25 +1,21 @@
 """Which drafted tokens stand, and which token follows them.
 
 Each rule has two sides that belong together: ``choose`` draws a drafted token, ``accept`` compares drafts with the
-target. Everything stays in the graph; nothing here waits for the device.
+target. Everything stays in the graph; nothing here waits for the device. What ``accept`` returns is all that the
+host reads of a round: int32 [k + 2 + flags], the drafts, how many of them stand, the token behind those, and
+whether all entries of each flag are true.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
+from metal_kernels import accept_rows, argmax_rows
 from mlx_spec import noise
 from mlx_spec.drafters.base import Proposal
 from mlx_spec.sampling import Sampling
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """count: how many drafts stand, a scalar int32. following: the token behind them, a scalar int32."""
-
-    count: mx.array
-    following: mx.array
 
 
 class AcceptRule(Protocol):
@@ -29,7 +25,9 @@ class AcceptRule(Protocol):
         """Draw the token for ``position`` among candidates ids [K] with scores [K]; see drafters.base.Choose."""
         ...
 
-    def accept(self, proposal: Proposal, scores: mx.array, position: int) -> Accepted:
+    def accept(
+        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+    ) -> mx.array:
         """Judge k drafts by the target's scores [k + 1, V]; the anchor stands at ``position``."""
         ...
 
@@ -41,12 +39,6 @@ def rule_for(sampling: Sampling, vocab_size: int) -> AcceptRule:
     if sampling.accept == "coupled":
         return Coupled(sampling.seed, sampling.temp, vocab_size)
     return Rejection(sampling.seed, sampling.temp)
-
-
-def accept_matching(drafts: mx.array, targets: mx.array) -> Accepted:
-    """Accept drafts [k] as long as each equals the target's own choice; targets: [k + 1]."""
-    count = leading(drafts == targets[: drafts.size])
-    return Accepted(count, targets[count].astype(mx.int32))
 
 
 def leading(stands: mx.array) -> mx.array:
@@ -64,9 +56,11 @@ class Greedy:
         """Return the best candidate."""
         return ids[mx.argmax(scores)], None
 
-    def accept(self, proposal: Proposal, scores: mx.array, position: int) -> Accepted:
+    def accept(
+        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+    ) -> mx.array:
         """Accept what equals the target's argmax."""
-        return accept_matching(proposal.tokens, mx.argmax(scores, axis=-1))
+        return accept_rows(proposal.tokens, argmax_rows(scores)[0], flags)
 
 
 class Coupled:
@@ -86,11 +80,13 @@ class Coupled:
         shared = self._noise(position)[ids]
         return ids[mx.argmax(scores / self.temp + shared)], None
 
-    def accept(self, proposal: Proposal, scores: mx.array, position: int) -> Accepted:
+    def accept(
+        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+    ) -> mx.array:
         """Accept what equals the target's own draw."""
         self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
         shared = mx.stack([self._noise(position + 1 + j) for j in range(scores.shape[0])])
-        return accept_matching(proposal.tokens, mx.argmax(scores + shared, axis=-1))
+        return accept_rows(proposal.tokens, argmax_rows(scores + shared)[0], flags)
 
     def _noise(self, position: int) -> mx.array:
         if position not in self._drawn:
@@ -114,7 +110,9 @@ class Rejection:
         drawn = mx.argmax(scores + noise.gumbel(self.seed, position, noise.DRAFT, ids.size))
         return ids[drawn], mx.softmax(scores)
 
-    def accept(self, proposal: Proposal, scores: mx.array, position: int) -> Accepted:
+    def accept(
+        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+    ) -> mx.array:
         """Accept each draft with min(1, p / q); behind the last one draw from what q did not cover."""
         drafts, k = proposal.tokens, proposal.tokens.size
         p = remaining = mx.softmax(scores, axis=-1)
@@ -132,4 +130,6 @@ class Rejection:
         # Where q covers p to rounding there is nothing left to draw from, and p itself is as good.
         row = mx.where(mx.sum(row) > 0, row, p[count])
         drawn = mx.log(row) + noise.gumbel(self.seed, position, noise.RESIDUAL, row.size)
-        return Accepted(count, mx.argmax(drawn).astype(mx.int32))
+        following = mx.argmax(drawn).astype(mx.int32)
+        good = [mx.all(flag).astype(mx.int32)[None] for flag in flags]
+        return mx.concatenate([drafts, count[None], following[None], *good])

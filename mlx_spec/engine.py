@@ -8,7 +8,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.accept import Accepted, AcceptRule, rule_for
+from mlx_spec.accept import AcceptRule, rule_for
 from mlx_spec.drafters.base import Committed, Drafter, Proposal
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
@@ -136,8 +136,8 @@ class Engine:
         verified = self.target.forward([(generation.sequence, rows)], self.taps)
         logits = self.target.logits(verified.hidden)
         scores = request.sampling.scores(logits, history, proposal.tokens)
-        accepted = generation.rule.accept(proposal, scores, len(history) - 1)
-        outcome = pack(proposal, logits, accepted)
+        flags = [*proposal.finite.values(), mx.all(mx.isfinite(logits))]
+        outcome = generation.rule.accept(proposal, scores, len(history) - 1, flags)
         verify_seconds = wait(outcome, verified.kv, verified.taps)  # the round's one host synchronisation
 
         drafts, count, following = unpack(outcome, proposal, len(history) - 1)
@@ -232,13 +232,6 @@ def wait(*arrays: mx.array) -> float:
     started = time.perf_counter()
     mx.eval(*arrays)
     return time.perf_counter() - started
-
-
-def pack(proposal: Proposal, logits: mx.array, accepted: Accepted) -> mx.array:
-    """Put all that the host needs to know of a round into one int32 array."""
-    finite = [*proposal.finite.values(), mx.all(mx.isfinite(logits))]
-    flags = mx.stack(finite).astype(mx.int32)
-    return mx.concatenate([proposal.tokens, accepted.count[None], accepted.following[None], flags])
 
 
 def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[int], int, int]:

@@ -4,6 +4,7 @@ Every chi-square test has fixed seeds. The correct rules pass at p > 1e-3; a wro
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_spec import noise
-from mlx_spec.accept import Coupled, Greedy, Rejection, accept_matching, leading, rule_for
+from mlx_spec.accept import AcceptRule, Coupled, Greedy, Rejection, leading, rule_for
 from mlx_spec.drafters.base import Proposal
 from mlx_spec.sampling import Sampling
 
@@ -28,7 +29,22 @@ def nothing(count: int = 0) -> Proposal:
     return Proposal(mx.zeros((count,), dtype=mx.int32), mx.zeros((count, 1), dtype=mx.int32))
 
 
-def values(accepted: object) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Judged:
+    count: mx.array
+    following: mx.array
+
+
+def judge(rule: AcceptRule, proposal: Proposal, scores: mx.array, position: int) -> Judged:
+    """Let a rule accept, with two flags, and take its packed answer apart."""
+    k = proposal.tokens.size
+    flags = [mx.array([True, True]), mx.array([True, False])]
+    outcome = rule.accept(proposal, scores, position, flags)
+    assert (outcome.shape, outcome.dtype) == ((k + 4,), mx.int32)
+    return Judged(outcome[k], outcome[k + 1])
+
+
+def values(accepted: Judged) -> tuple[int, int]:
     return int(accepted.count.item()), int(accepted.following.item())
 
 
@@ -83,23 +99,13 @@ def test_leading_counts_up_to_the_first_failure(stands: list[bool], count: int) 
     assert got.shape == ()
 
 
-@pytest.mark.parametrize(
-    ("drafts", "targets", "expected"),
-    [
-        ([], [8], (0, 8)),
-        ([1, 2, 3], [1, 2, 3, 4], (3, 4)),
-        ([1, 2, 3], [1, 9, 3, 4], (1, 9)),
-        ([1, 2, 3], [0, 2, 3, 4], (0, 0)),
-        ([1, 2, 3], [1, 2, 5, 3], (2, 5)),
-        ([3, 1, 2], [1, 2, 3, 4], (0, 1)),
-    ],
-)
-def test_matching_drafts_stand_and_the_targets_token_follows(
-    drafts: list[int], targets: list[int], expected: tuple[int, int]
-) -> None:
-    accepted = accept_matching(mx.array(drafts, dtype=mx.int32), mx.array(targets))
-    assert values(accepted) == expected
-    assert accepted.following.dtype == accepted.count.dtype == mx.int32
+@pytest.mark.parametrize("rule", [Greedy(), Coupled(5, 1.0, VOCAB), Rejection(5, 1.0)])
+def test_the_answer_holds_drafts_and_flags_too(rule: AcceptRule) -> None:
+    proposal = Proposal(mx.array([7, 3], dtype=mx.int32), nothing(2).candidates)
+    flags = [mx.array(True), mx.array([True, False]), mx.array([True, True])]
+    outcome = rule.accept(proposal, TARGET[:3], POSITION, flags).tolist()
+    assert outcome[:2] == [7, 3]
+    assert outcome[4:] == [1, 0, 1]
 
 
 def test_greedy_takes_the_best_candidate_and_compares_with_the_argmax() -> None:
@@ -107,8 +113,8 @@ def test_greedy_takes_the_best_candidate_and_compares_with_the_argmax() -> None:
     token, probabilities = Greedy().choose(5, ids, mx.array([0.1, 2.0, 1.0]))
     assert (token.item(), probabilities) == (3, None)
     scores = mx.array([[0.0, 1.0, 0.0], [3.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
-    assert values(Greedy().accept(Proposal(mx.array([1, 0]), nothing(2).candidates), scores, 0)) == (2, 2)
-    assert values(Greedy().accept(Proposal(mx.array([1, 2]), nothing(2).candidates), scores, 0)) == (1, 0)
+    assert values(judge(Greedy(), Proposal(mx.array([1, 0]), nothing(2).candidates), scores, 0)) == (2, 2)
+    assert values(judge(Greedy(), Proposal(mx.array([1, 2]), nothing(2).candidates), scores, 0)) == (1, 0)
 
 
 def test_the_rule_follows_from_the_sampling() -> None:
@@ -140,7 +146,7 @@ def distribution(sampling: Sampling) -> np.ndarray:
 def test_coupled_draws_follow_the_target(sampling: Sampling) -> None:
     scores, draws = scores_behind(sampling, mx.array([ANCHOR])), 4000
     drawn = mx.stack(
-        [Coupled(s, sampling.temp, VOCAB).accept(nothing(), scores, POSITION).following for s in range(draws)]
+        [judge(Coupled(s, sampling.temp, VOCAB), nothing(), scores, POSITION).following for s in range(draws)]
     )
     observed = np.bincount(np.array(drawn), minlength=VOCAB)
     assert chi_square_p(observed, draws * distribution(sampling)[ANCHOR]) > 1e-3
@@ -152,8 +158,8 @@ def test_coupled_draws_of_neighbouring_positions_are_independent() -> None:
     pairs = []
     for seed in range(draws):
         rule = Coupled(seed, 1.0, VOCAB)
-        first = rule.accept(nothing(), scores[:1], POSITION).following
-        pairs.append(first * VOCAB + rule.accept(nothing(), scores[:1], POSITION + 1).following)
+        first = judge(rule, nothing(), scores[:1], POSITION).following
+        pairs.append(first * VOCAB + judge(rule, nothing(), scores[:1], POSITION + 1).following)
     observed = np.bincount(np.array(mx.stack(pairs)), minlength=VOCAB**2)
     p = distribution(sampling)[ANCHOR]
     assert chi_square_p(observed, draws * np.outer(p, p).reshape(-1)) > 1e-3
@@ -164,7 +170,7 @@ def test_coupled_draws_do_not_depend_on_the_draft() -> None:
     sampling, length = Sampling(temp=1.0, seed=3), 24
     rows = mx.array(RANDOM.normal(size=(length, VOCAB)), dtype=mx.float32)
     alone = [
-        values(Coupled(3, 1.0, VOCAB).accept(nothing(), sampling.scores(rows[i : i + 1], [], mx.array([])), i))[1]
+        values(judge(Coupled(3, 1.0, VOCAB), nothing(), sampling.scores(rows[i : i + 1], [], mx.array([])), i))[1]
         for i in range(length)
     ]
     for lot in range(5):
@@ -178,7 +184,7 @@ def test_coupled_draws_do_not_depend_on_the_draft() -> None:
                 rule.choose(at + 1 + j, mx.arange(VOCAB), rows[0])
             proposal = Proposal(mx.array(drafts, dtype=mx.int32), nothing(k).candidates)
             scores = sampling.scores(rows[at : at + k + 1], [], proposal.tokens)
-            count, following = values(rule.accept(proposal, scores, at))
+            count, following = values(judge(rule, proposal, scores, at))
             text += [*drafts[:count], following]
         assert text == alone
 
@@ -189,7 +195,7 @@ def test_coupled_drafts_are_drawn_with_the_targets_noise() -> None:
     for seed in range(50):
         rule = Coupled(seed, 0.7, VOCAB)
         token, probabilities = rule.choose(POSITION + 1, mx.arange(VOCAB), TARGET[ANCHOR])
-        drawn = values(rule.accept(nothing(), scores, POSITION))[1]
+        drawn = values(judge(rule, nothing(), scores, POSITION))[1]
         assert (token.item(), probabilities) == (drawn, None)
         others = [t for t in (0, 3, 8, 11) if t != drawn]
         ids = mx.array([*others, drawn])
@@ -213,10 +219,10 @@ def first_two(
     proposal = Proposal(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from))
     table = score_table(sampling)
     rows = mx.concatenate([mx.array([ANCHOR]), proposal.tokens])
-    accepted = rule.accept(proposal, table[rows], POSITION)
+    accepted = judge(rule, proposal, table[rows], POSITION)
     block = mx.concatenate([proposal.tokens, accepted.following[None]])
     block = mx.where(mx.arange(k + 1) == accepted.count, accepted.following, block)
-    behind = rule.accept(nothing(), table[block[:1]], POSITION + 1).following
+    behind = judge(rule, nothing(), table[block[:1]], POSITION + 1).following
     return block[0], mx.where(accepted.count > 0, block[1], behind), accepted.count
 
 
@@ -308,7 +314,7 @@ def test_rejection_accepts_nothing_that_was_not_drawn_from_a_distribution() -> N
     """Drafts without probabilities cannot be judged, so the target's own token is drawn."""
     scores = scores_behind(Sampling(temp=1.0), mx.array([ANCHOR, 1, 2]))
     counts = {
-        values(Rejection(seed, 1.0).accept(Proposal(mx.array([1, 2]), nothing(2).candidates), scores, POSITION))[0]
+        values(judge(Rejection(seed, 1.0), Proposal(mx.array([1, 2]), nothing(2).candidates), scores, POSITION))[0]
         for seed in range(50)
     }
     assert counts == {0}
