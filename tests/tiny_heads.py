@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from tiny_models import CONFIGS
 
 from mlx_spec.drafters.mtp.head import MTPHead
+from mlx_spec.drafters.mtp.load import layer_config
 
 Tensors = dict[str, mx.array]
 
@@ -37,7 +38,7 @@ def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Te
     """
     mx.random.seed(seed)
     tensors = {}
-    for name, value in tree_flatten(MTPHead(CONFIGS[family]).parameters()):
+    for name, value in tree_flatten(MTPHead(layer_config(CONFIGS[family])).parameters()):
         noise = mx.random.normal(value.shape)
         mean = 1.74 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.35
         tensors[name] = (noise * 0.2 if value.ndim > 1 else mean + 0.2 * noise).astype(dtype)
@@ -99,10 +100,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
 
 def layout_config(layout: str, family: str) -> dict[str, Any]:
     """Return the ``config.json`` of a head in a layout, whose layer is that of a tiny target."""
-    changes = LAYOUTS[layout][0]
+    changes, model = LAYOUTS[layout][0], CONFIGS[family]
+    text = model.get("text_config", model)
     if "speculators_model_type" in changes:
-        return {**changes, "transformer_layer_config": CONFIGS[family]}
-    return {**changes, "text_config": CONFIGS[family]} if changes else CONFIGS[family]
+        return {**changes, "transformer_layer_config": text}
+    return {**changes, "text_config": text} if changes else model
 
 
 def write_head(

@@ -143,7 +143,9 @@ def main() -> None:
     hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
     outputs = chains(pair.head, QWEN, CONFIG, embedding, tokens, hidden, CHAIN)
     stands = np.array(standing(outputs, frozen(embedding), tokens, mx.full((32,), LENGTH)))
-    print("share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)])
+    print(
+        "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
+    )
     save(pair)
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scripted_drafters import Script, mixture, plain, right_then_wrong, run
-from tiny_heads import head_tensors, write_head
+from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.accept import rule_for
@@ -33,7 +33,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None
     def load(family: str, bits: int | None) -> MTPDrafter:
         tensors = head_tensors(family, dtype=mx.bfloat16)
         folder = tmp_path_factory.mktemp("head")
-        write_head(folder, CONFIGS[family], {f"mtp.{name}": value for name, value in tensors.items()})
+        write_layout(folder, "sidecar", family, tensors)
         return load_mtp(folder, target_of(family, bits), "tiny head")
 
     return load
@@ -107,8 +107,10 @@ def assert_like_fresh(drafter: MTPDrafter, target: Target, state: MTPState, text
 
 
 def cases() -> list[tuple[str, int | None, str, int]]:
-    """Every target and sampler, depths going round beside them until every sampler has seen each."""
-    return [(*TARGETS[(i + i // 4) % 4], sampler, 1 + i % 7) for sampler in SAMPLERS for i in range(8)]
+    """Four targets at every depth with both samplers, and every other family at one depth."""
+    whole = [(*TARGETS[(i + i // 4) % 4], sampler, 1 + i % 7) for sampler in SAMPLERS for i in range(8)]
+    known = {family for family, _ in TARGETS}
+    return whole + [(family, None, "coupled", 3) for family in CONFIGS if family not in known]
 
 
 @pytest.mark.parametrize(("family", "bits", "sampler", "depth"), cases())

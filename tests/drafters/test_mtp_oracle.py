@@ -16,7 +16,7 @@ from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.mtp.drafter import MTPDrafter
-from mlx_spec.drafters.mtp.load import load_mtp
+from mlx_spec.drafters.mtp.load import layer_config, load_mtp
 
 ROUNDING = 2e-4
 COUNT = 5
@@ -56,16 +56,20 @@ def run_rounds(drafter: MTPDrafter, oracle: MTPOracle, sizes: list[int]) -> None
 def oracle_for(family: str, tensors: dict[str, mx.array], **options: object) -> MTPOracle:
     target = tiny_target(family, mx.float32)
     embedding = np.array(target.embed(mx.arange(96)))
+    config = layer_config(CONFIGS[family])
+    queries = tensors["layers.0.self_attn.q_proj.weight"].shape[0] // config["num_attention_heads"]
+    values = tensors["layers.0.self_attn.v_proj.weight"].shape[0] // config["num_key_value_heads"]
     return MTPOracle(
-        CONFIGS[family],
+        config,
         {name: np.array(value) for name, value in tensors.items()},
         embedding,
         np.array(target.logits(mx.eye(64))).T,
+        gated=queries == 2 * values,
         **options,
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", list(CONFIGS))
 def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
     tensors = head_tensors(family)
     folder = write_layout(tmp_path, "sidecar", family, tensors)
