@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-LENGTH, BATCH, STEPS, CHAIN = 64, 12, 400, 3
+LENGTH, BATCH, STEPS, CHAIN = 64, 12, 700, 3
 
 
 def texts() -> list[str]:
@@ -69,10 +69,10 @@ class Pair(nn.Module):
         super().__init__()
         model_class, args_class = _get_classes(CONFIG)
         self.target, self.head = model_class(args_class.from_dict(CONFIG)), MTPHead(CONFIG)
-        self.target.model.norm.weight = mx.exp(mx.random.normal((CONFIG["hidden_size"],)))
+        self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((CONFIG["hidden_size"],)))
         for name, value in tree_flatten(self.head.parameters()):
             if value.ndim == 1:
-                mean, spread = (1.73, 0.25) if "_norm.weight" in name and "self_attn" in name else (1.35, 0.35)
+                mean, spread = (1.7, 0.3) if "self_attn" in name else (1.35, 0.8)
                 weight = mx.maximum(mean + spread * mx.random.normal(value.shape), 0.1)
                 self.head.load_weights([(name, weight)], strict=False)
 

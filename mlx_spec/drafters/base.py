@@ -41,6 +41,12 @@ class Proposal:
     finite: Mapping[str, mx.array] = field(default_factory=dict)
 
 
+def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
+    """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
+    drawn = [row for row in rows if row is not None]
+    return mx.stack(drawn) if drawn else None
+
+
 class DrafterState(Protocol):
     """What a drafter remembers of one sequence."""
 

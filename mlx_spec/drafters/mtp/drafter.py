@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Choose, Committed, Proposal
-from mlx_spec.drafters.dflash2.context import PAGE_SLOTS, ContextKV
-from mlx_spec.drafters.dflash2.selector import stack_drawn
+from mlx_spec.drafters.base import Choose, Committed, Proposal, stack_drawn
+from mlx_spec.drafters.context import PAGE_SLOTS, ContextKV
 from mlx_spec.drafters.mtp.head import Entered, HeadRows
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
