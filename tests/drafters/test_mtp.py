@@ -17,13 +17,15 @@ from mlx_spec.drafters.base import Choose, Committed, Proposal
 from mlx_spec.drafters.mtp.drafter import MTPDrafter, MTPState
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
-from mlx_spec.errors import PositionError, RequestError
+from mlx_spec.errors import NonFiniteError, PositionError, RequestError
 from mlx_spec.policy import FixedDepth
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 80)]
 SAMPLERS = {"greedy": Sampling(), "coupled": Sampling(temp=0.8, seed=5, top_k=40)}
+# One token is left to draw, so rejection must give the plain text too.
+REJECTION = Sampling(temp=0.8, seed=5, top_k=1, accept="rejection")
 TARGETS = [("llama", None), ("llama", 4), ("qwen3_moe", None), ("qwen3_moe", 4)]
 
 
@@ -248,6 +250,49 @@ def test_a_fork_goes_its_own_way(heads: Any) -> None:
         drafter.propose(state, 5, 3, greedy)
     assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
     assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
+
+
+def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    expected = plain(target, Request(TOKENS[:40], 30, sampling=REJECTION)).text
+    assert run(Engine(target, drafter), Request(TOKENS[:40], 30, 4, REJECTION)).text == expected
+    proposal = drafter.propose(
+        fresh_state(drafter, target, TOKENS[:20]), TOKENS[20], 5, rule_for(REJECTION, target.vocab_size).choose
+    )
+    assert proposal.probabilities is not None
+    assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)
+    assert mx.allclose(mx.sum(proposal.probabilities, axis=-1), mx.ones(5), atol=1e-5)
+    assert mx.all(mx.any(proposal.candidates == proposal.tokens[:, None], axis=-1))
+
+
+def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:40], 40, 3))
+    engine.step(generation)  # the first round is timed, so it waits twice
+    calls, evaluate = 0, mx.eval
+
+    def counted(*arrays: Any) -> None:
+        nonlocal calls
+        calls += 1
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    for rounds in range(1, 5):
+        engine.step(generation)
+        assert calls == rounds
+    monkeypatch.undo()
+    engine.close(generation)
+
+
+def test_drafts_that_are_not_finite_are_reported(heads: Any) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:40], 10, 3))
+    generation.drafting.hidden = generation.drafting.hidden * mx.nan
+    with pytest.raises(NonFiniteError, match="draft logits at position 39"):
+        engine.step(generation)
+    engine.close(generation)
 
 
 STEPS = ["propose", "forward", "logits", "commit", "extend", "extended"]

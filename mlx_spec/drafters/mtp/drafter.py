@@ -17,6 +17,9 @@ from mlx_spec.drafters.mtp.head import Entered, HeadRows
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
 
+Held = tuple[mx.array, mx.array, mx.array]
+"""What a cache holds: see ContextKV.pages."""
+
 MOST_DRAFTS = 7
 # Candidates of a drafted token; sampled drafts are drawn among these.
 CANDIDATES = 16
@@ -90,8 +93,9 @@ class MTPDrafter:
             mx.async_eval(state.context.rows)
         known = rows.tokens if state.hidden.shape[0] else rows.tokens[1:]
         hidden = mx.concatenate([state.hidden, rows.taps])
-        # Otherwise the graph of a prompt's last layer would be held until the first draft.
-        mx.async_eval(hidden)
+        if hidden.shape[0] > MAX_ROWS:
+            # Otherwise the graph of a prompt's last layer would be held until the first draft.
+            mx.async_eval(hidden)
         state.hidden, state.following = hidden, mx.concatenate([state.following, known.astype(mx.int32)])
 
     def propose(self, state: MTPState, anchor: int, count: int, choose: Choose) -> Proposal:
@@ -106,13 +110,14 @@ class MTPDrafter:
         self._complete(state, entered, pending - 1)
         row, hidden = entered.rows(pending - 1, pending), state.hidden[-1:]
         queries, keys_values, picked = [row.queries], [row.keys_values], list[Picked]()
+        held = self._held(state.context)
         for index in range(count):
             if index:
                 at = mx.array([state.position - 1 + index], dtype=mx.int32)
                 row = self.rows.enter(self._embed(picked[-1].token[None]), hidden, at)
                 queries.append(row.queries)
                 keys_values.append(row.keys_values)
-            attended = self._attend(state.context, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
+            attended = self._attend(held, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
             scored, hidden = self.rows.leave(row, attended[-1:])
             picked.append(self._pick(scored, state.position + 1 + index, choose))
         return Proposal(
@@ -143,7 +148,7 @@ class MTPDrafter:
         hidden: [n, H] of the text's first n rows. following: [n], the tokens behind them.
         """
         entered = rows.enter(self._embed(following), hidden, mx.arange(following.size, dtype=mx.int32))
-        attended = self._attend(ContextKV(None), entered.queries, entered.keys_values)
+        attended = self._attend(self._no_context, entered.queries, entered.keys_values)
         best = mx.argmax(self.head.score(rows.leave(entered, attended)[0]), axis=-1)
         return best if self.head.ids is None else self.head.ids[best]
 
@@ -160,9 +165,12 @@ class MTPDrafter:
             state.context.append(state.context.cursor, rows)
             state.hidden, state.following = state.hidden[count:], state.following[count:]
 
-    def _attend(self, context: ContextKV, queries: mx.array, keys_values: mx.array) -> mx.array:
+    def _held(self, context: ContextKV) -> Held:
+        return context.pages() if context.cursor else self._no_context
+
+    def _attend(self, held: Held, queries: mx.array, keys_values: mx.array) -> mx.array:
         """Attend from rows behind the cache to the cache and to each other."""
-        pool, pages, length = context.pages() if context.cursor else self._no_context
+        pool, pages, length = held
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         cached = Cached(pages, length, (queries.shape[0],))
         return attention_rows(
