@@ -142,7 +142,8 @@ def resolve_drafter(name: str, progress: bool = False) -> Path:
     files = indexed_files(shards, contract_of(config, name), layers_of(config))
     if files:
         return fetch(name, ["config.json", INDEX, *files])
-    if any(tensor.startswith(("lm_head.", "model.embed_tokens.")) for tensor in shards):
+    is_model = any("model.embed_tokens." in tensor for tensor in shards)
+    if is_model and not config.keys() & {"dflash_config", "speculators_model_type"}:
         raise DrafterMismatch(no_head(name))
     return resolve(name, progress)
 

@@ -120,6 +120,18 @@ def test_a_repo_of_a_whole_model_without_a_head_is_not_fetched(
     assert len(asked) == 1
 
 
+def test_a_block_drafter_with_an_index_is_fetched_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_dflash2(tmp_path / "dflash")
+    names = ["fc.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: str(folder))
+    drafter = load(str(model), "owner/dflash")[0].drafter
+    assert drafter is not None and drafter.name == "dflash2"
+
+
 def test_repos_with_a_bare_index_or_none_are_fetched_whole(
     model: Path, sidecar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from emulator.run import launcher
 from oracles.mtp_numpy import MTPOracle
 from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
 
+from metal_kernels.implementations import using
+from metal_kernels.launch import launching
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.mtp.drafter import MTPDrafter
 from mlx_spec.drafters.mtp.load import layer_config, load_mtp
@@ -100,3 +103,22 @@ def test_a_chain_that_goes_on_with_the_output_before_the_norm(tmp_path: Path) ->
     )
     drafter.rows = replace(drafter.rows, contract=replace(drafter.rows.contract, recycles_normed=False))
     run_rounds(drafter, oracle_for("qwen3", tensors, recycles_normed=False), [5, 2])
+
+
+def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
+    """What runs on GPUs, compiled for the CPU, against MLX's operations."""
+    target, tensors = tiny_target("qwen3"), head_tensors("qwen3", dtype=mx.bfloat16)
+    drafter = load_mtp(write_layout(tmp_path, "sidecar", "qwen3", tensors), target, "head")
+    tokens = mx.arange(5, 30, dtype=mx.int32)
+    taps = target.forward([(target.open(), tokens)], drafter.taps).taps
+
+    def drafts() -> list[int]:
+        state = drafter.open()
+        drafter.extend(state, Committed(0, tokens[:20], taps[:20]))
+        mx.eval(drafter.propose(state, 25, 2, watched([])).tokens)
+        drafter.extend(state, Committed(20, tokens[20:], taps[20:]))
+        return drafter.propose(state, 31, 5, watched([])).tokens.tolist()
+
+    expected = drafts()
+    with launching(launcher), using("native"):
+        assert drafts() == expected
