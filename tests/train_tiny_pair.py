@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python tests/train_tiny_pair.py
 
-Its drafts are right about half of the time, so a test can see acceptance fall. A minute or two on two CPU cores.
+Its drafts are right about half of the time, so a test can see acceptance fall. A few minutes on two CPU cores.
 The final norm and the head's norms begin with weights that differ from entry to entry, as those of real models
 do: else a hidden state before the norm would serve as well as one behind it.
 """
