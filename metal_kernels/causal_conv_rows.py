@@ -51,6 +51,12 @@ class Heads:
         """C, the number of channels."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
+    def require(self) -> None:
+        """Raise ValueError for heads of a size that the kernels do not take."""
+        for name, size in (("Dk", self.key_size), ("Dv", self.value_size)):
+            if size % 32 or not 32 <= size <= LARGEST_HEAD:
+                raise ValueError(f"{name} must be a multiple of 32 up to {LARGEST_HEAD}, not {size}.")
+
     def split(self, y: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Cut [..., C] into q [..., Hk, Dk], k [..., Hk, Dk], v [..., Hv, Dv]."""
         keys = self.key_heads * self.key_size
@@ -252,9 +258,7 @@ def _place_inputs(state: mx.array, spans: RowSpans, slots: mx.array | None) -> l
 def _require(
     x: mx.array, state: mx.array, heads: Heads, column: int, spans: RowSpans, slots: mx.array | None
 ) -> None:
-    for name, size in (("Dk", heads.key_size), ("Dv", heads.value_size)):
-        if size % 32 or not 32 <= size <= LARGEST_HEAD:
-            raise ValueError(f"{name} must be a multiple of 32 up to {LARGEST_HEAD}, not {size}.")
+    heads.require()
     if x.dtype not in FLOATS:
         raise ValueError(f"x must be float32, float16 or bfloat16, not {x.dtype}.")
     if x.ndim != 2 or not 0 <= column <= x.shape[1] - heads.channels:

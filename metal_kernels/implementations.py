@@ -8,6 +8,7 @@ composition of them where it has none: on the CPU its rows are independent too (
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, cast
 
 from metal_kernels.launch import can_launch, is_emulated
@@ -15,12 +16,13 @@ from metal_kernels.launch import can_launch, is_emulated
 Implementation = Literal["native", "stock", "reference"]
 VARIABLE = "MLX_SPEC_KERNELS"
 
-_wanted: Implementation | None = None
+# Of the thread, or the task: a server's engines may run by different implementations at the same time.
+_wanted: ContextVar[Implementation | None] = ContextVar("wanted", default=None)
 
 
 def implementation() -> Implementation:
     """Return what runs now: what ``using`` or the environment asks for, else native kernels where they run."""
-    wanted = _wanted or os.environ.get(VARIABLE) or None
+    wanted = _wanted.get() or os.environ.get(VARIABLE) or None
     if wanted not in (None, "native", "stock", "reference"):
         raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock or reference.")
     if wanted in (None, "native"):
@@ -35,10 +37,9 @@ def is_traceable() -> bool:
 
 @contextmanager
 def using(wanted: Implementation | None) -> Iterator[None]:
-    """Run operations by ``wanted`` inside the block, where this machine can."""
-    global _wanted
-    before, _wanted = _wanted, wanted
+    """Run operations by ``wanted`` inside the block, where this machine can; by the environment for None."""
+    before = _wanted.set(wanted)
     try:
         yield
     finally:
-        _wanted = before
+        _wanted.reset(before)

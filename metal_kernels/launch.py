@@ -51,6 +51,8 @@ class Kernel:
 
         template: names and values (dtypes, ints, bools) that the text is specialised for.
         """
+        if _launched is not None:
+            _launched.append(self)
         return (_launcher or _gpu_launcher)(self)(
             inputs=list(inputs),
             template=list(template),
@@ -62,6 +64,7 @@ class Kernel:
 
 
 _launcher: Callable[[Kernel], Launcher] | None = None
+_launched: list[Kernel] | None = None
 
 
 @contextmanager
@@ -73,6 +76,17 @@ def launching(launcher: Callable[[Kernel], Launcher]) -> Iterator[None]:
         yield
     finally:
         _launcher = before
+
+
+@contextmanager
+def noting_launches() -> Iterator[list[Kernel]]:
+    """Note every kernel that is launched inside the block, in the list that is returned."""
+    global _launched
+    before, _launched = _launched, []
+    try:
+        yield _launched
+    finally:
+        _launched = before
 
 
 def can_launch() -> bool:

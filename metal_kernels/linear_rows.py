@@ -24,7 +24,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class Linear:
-    """Weights [N, K] as MLX holds them, quantised where ``packing`` is set, and what is added, ``bias`` [N]."""
+    """Weights [N, K] as MLX holds them, quantised where ``packing`` is set, and what is added, ``bias`` [N].
+
+    Those of experts have an axis more, [E, N, K] and [E, N]; see ``moe_rows``.
+    """
 
     weight: mx.array
     scales: mx.array | None = None
@@ -55,13 +58,16 @@ class Linear:
         parts = tuple(Linear.of(module) for module in modules)
         if len({part._layout for part in parts}) > 1:
             return parts
-        whole = {name: mx.concatenate([module[name] for module in modules]) for name in modules[0].parameters()}
+        whole = {
+            name: mx.concatenate([module[name] for module in modules], axis=_output_axis(name))
+            for name in modules[0].parameters()
+        }
         mx.eval(whole)
         start = 0
         for module, part in zip(modules, parts, strict=True):
-            stop = start + part.size
-            module.update({name: value[start:stop] for name, value in whole.items()})
-            start = stop
+            place = slice(start, start + part.size)
+            module.update({n: x[..., place] if n == "bias" else x[..., place, :] for n, x in whole.items()})
+            start = place.stop
         return (Linear(**whole, packing=parts[0].packing),)
 
     def rows(self, index: mx.array) -> "Linear":
@@ -72,7 +78,7 @@ class Linear:
     @property
     def size(self) -> int:
         """Number of output rows N."""
-        return self.weight.shape[0]
+        return self.weight.shape[-2]
 
     @property
     def tensors(self) -> dict[str, mx.array]:
@@ -81,8 +87,16 @@ class Linear:
 
     @property
     def _layout(self) -> Hashable:
-        tensors = tuple((name, value.shape[1:], value.dtype) for name, value in self.tensors.items())
-        return tensors, self.packing
+        shapes = {name: list(value.shape) for name, value in self.tensors.items()}
+        for name, shape in shapes.items():
+            del shape[_output_axis(name)]
+        dtypes = tuple(value.dtype for value in self.tensors.values())
+        return tuple((name, *shape) for name, shape in shapes.items()), dtypes, self.packing
+
+
+def _output_axis(name: str) -> int:
+    """Return the axis of an array that counts output rows: experts may stand before it."""
+    return -1 if name == "bias" else -2
 
 
 def linear_rows(

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+import metal_kernels
+import mlx_spec.target
+from metal_kernels.implementations import implementation
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.policy import Costs
@@ -25,12 +29,12 @@ CONTEXT = 64
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
     """Return the costs from the cache, or measure them (a second or two) and cache them."""
     path = cache_folder() / "costs.json"
-    key, known = cost_key(target, drafter, drafter_name), read_known(path)
+    key, known = cost_key(target, drafter, drafter_name), read_costs(path)
     costs = from_json(known.get(key))
     if costs is None:
         costs = measure(target, drafter)
         known[key] = {"verify": as_json(costs.verify), "draft": as_json(costs.draft)}
-        write_known(path, known)
+        write_costs(path, known)
     return costs
 
 
@@ -38,15 +42,15 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     """Time passes of several sizes behind a short context; each twice, so that compilation is left out."""
     most = drafter.max_draft
     sequence, state = target.open(), drafter.open()
-    tokens = mx.zeros((CONTEXT,), dtype=mx.int32)
+    tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
     drafter.extend(state, Committed(0, tokens, rows.taps))
-    mx.eval(target.pool.data)
+    mx.eval(sequence.arrays)
 
     def verify(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, tokens[:count])], drafter.taps)
-        return [mx.argmax(target.logits(passed.hidden), axis=-1), passed.kv, passed.taps]
+        return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int) -> list[mx.array]:
         return [drafter.propose(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)).tokens]
@@ -86,21 +90,35 @@ def time_ms(run: Callable[[int], list[mx.array]], count: int) -> float:
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     """Identify machine, model, drafter and versions."""
+    return model_key(target, drafter_name, str(drafter.max_draft))
+
+
+def model_key(target: Target, *more: str) -> str:
+    """Identify machine, model, versions, the implementation of the operations, and what ``more`` names."""
     weights = dict(tree_flatten(target.model.parameters()))
     parts = [
         platform.node(),
         platform.machine(),
         str(mx.default_device()),
+        implementation(),
         *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
+        code_digest(),
         target.name,
         f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
-        drafter_name,
-        str(drafter.max_draft),
+        *more,
     ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
 
-def read_known(path: Path) -> dict[str, Any]:
+@cache
+def code_digest() -> str:
+    """Identify the code of a pass: installed from a repository, it changes while its version stays."""
+    packages = (Path(metal_kernels.__file__).parent, Path(mlx_spec.target.__file__).parent)
+    files = sorted(path for package in packages for path in package.iterdir() if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def read_costs(path: Path) -> dict[str, Any]:
     """Read the cache; a missing or damaged file is an empty one."""
     try:
         known = json.loads(path.read_text())
@@ -109,7 +127,7 @@ def read_known(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_known(path: Path, known: object) -> None:
+def write_costs(path: Path, known: object) -> None:
     """Write the cache in one step; a full disk only means measuring again next time."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.accept import AcceptRule, rule_for
 from mlx_spec.drafters.base import Committed, Drafter, Proposal
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
 from mlx_spec.sampling import Sampling
-from mlx_spec.statistics import Statistics
+from mlx_spec.statistics import NOT_CHECKED, Exactness, Statistics
 from mlx_spec.target import Pass, Target
 from mlx_spec.target import Sequence as CachedSequence
 
@@ -79,11 +80,26 @@ class Round:
 class Engine:
     """Runs generations on one target, with one drafter or none."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
-        """``costs``: this machine's, for the automatic depth; without them it is the drafter's largest."""
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        costs: Costs | None = None,
+        *,
+        exactness: Exactness = NOT_CHECKED,
+        kernels: Implementation | None = None,
+    ) -> None:
+        """Bind what a generation needs.
+
+        costs: this machine's, for the automatic depth; without them it is the drafter's largest. exactness: what
+        statistics say of it. kernels: the implementation of all operations, whatever is chosen around a call; by
+        default the one that is chosen when the engine is made.
+        """
         self.target = target
         self.drafter = drafter
         self.costs = costs
+        self.exactness = exactness
+        self.kernels = kernels or implementation()
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -96,6 +112,20 @@ class Engine:
         Raises RequestError or ContextFull; then, and on any other exception, no page stays behind.
         """
         self._check(request)
+        with using(self.kernels):
+            return self._prefilled(request)
+
+    def step(self, generation: Generation) -> Round:
+        """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
+        with using(self.kernels):
+            return self._round(generation)
+
+    def close(self, generation: Generation) -> None:
+        """Give the pages of a generation back. It cannot be continued afterwards."""
+        generation.sequence.free()
+        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
+
+    def _prefilled(self, request: Request) -> Generation:
         generation = Generation(
             request,
             self.target.open(),
@@ -103,6 +133,7 @@ class Engine:
             rule_for(request.sampling, self.target.vocab_size),
             self._policy(request.num_draft_tokens),
             list(request.prompt),
+            Statistics(exactness=self.exactness),
         )
         started = time.perf_counter()
         try:
@@ -121,8 +152,7 @@ class Engine:
         generation.statistics.prompt_seconds = time.perf_counter() - started
         return generation
 
-    def step(self, generation: Generation) -> Round:
-        """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
+    def _round(self, generation: Generation) -> Round:
         started = time.perf_counter()
         statistics, request, history = generation.statistics, generation.request, generation.tokens
         generation.sequence.require(1)
@@ -138,7 +168,7 @@ class Engine:
         scores = request.sampling.scores(logits, history, proposal.tokens)
         flags = [*proposal.finite.values(), mx.all(mx.isfinite(logits))]
         outcome = generation.rule.accept(proposal, scores, len(history) - 1, flags)
-        verify_seconds = wait(outcome, verified.kv, verified.taps)  # the round's one host synchronisation
+        verify_seconds = wait(outcome, *verified.arrays)  # the round's one host synchronisation
 
         drafts, count, following = unpack(outcome, proposal, len(history) - 1)
         if request.on_verified is not None:
@@ -154,11 +184,6 @@ class Engine:
         if timed:
             statistics.count_timed(draft_seconds, verify_seconds, seconds - draft_seconds - verify_seconds)
         return Round(emitted, min(count, len(emitted)))
-
-    def close(self, generation: Generation) -> None:
-        """Give the pages of a generation back. It cannot be continued afterwards."""
-        generation.sequence.free()
-        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
 
     def _check(self, request: Request) -> None:
         vocab = self.target.vocab_size
@@ -212,8 +237,8 @@ class Engine:
 
     def _commit(self, generation: Generation, accepted: Pass, tokens: mx.array) -> None:
         before = generation.sequence.length
-        self.target.commit(generation.sequence, accepted)
         try:
+            self.target.commit(generation.sequence, accepted)
             self._extend(generation, accepted, tokens)
         except BaseException:
             generation.sequence.rewind(before)

@@ -72,6 +72,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help="with --temp: coupled gives plain decoding's text for the seed (default); "
         "rejection accepts more and gives other draws from the same distribution",
     )
+    add(
+        "--exact",
+        choices=("on", "off"),
+        default="on",
+        help="off takes MLX's own operations, where these are faster: "
+        "the answer may then differ from plain decoding's at near ties (default: on)",
+    )
     add("--check-rows", action="store_true", help="recompute every verify row alone and report differences")
     output = parser.add_argument_group("output")
     add = output.add_argument
@@ -109,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         drafter,
         draft_vocab=args.draft_vocab if drafter else None,
+        exact=args.exact == "on",
         max_kv_size=args.max_kv_size,
         progress=sys.stderr.isatty(),
     )
@@ -127,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
         last, stopped = print_responses(responses)
     if last is not None and (args.verbose or args.stats == "json"):
         print_summary(last, args.stats)
+    elif args.exact == "on" and not engine.exactness.holds:
+        print(f"not exact: {engine.exactness.reason}", file=sys.stderr)
     if check is not None:
         print(check, file=sys.stderr)
     return 130 if stopped else 0

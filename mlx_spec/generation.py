@@ -22,7 +22,7 @@ class GenerationResponse:
 
     text: the text that became certain with it, possibly empty. from_draft: whether the drafter proposed it.
     peak_memory: GB. finish_reason: None but for the last token, "stop" or "length". statistics: of the generation
-    so far, the same object in every response.
+    so far, the same object in every response; ``statistics.exact`` says whether rows were those of plain decoding.
     """
 
     text: str

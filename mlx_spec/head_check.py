@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.cache_folder import cache_folder
-from mlx_spec.costs import cost_key, read_known, write_known
+from mlx_spec.costs import model_key, read_costs, write_costs
 from mlx_spec.drafters.mtp.check import TEXT, better_wiring
 from mlx_spec.drafters.mtp.drafter import MTPDrafter
 from mlx_spec.target import Target
@@ -14,13 +14,14 @@ from mlx_spec.target import Target
 
 def check_wiring(target: Target, drafter: MTPDrafter, tokenizer: Any, name: str) -> None:
     """Warn if another wiring fits a head better: measured once per machine, head and version, as costs are."""
-    path = cache_folder() / "wirings.json"
-    key, known = cost_key(target, drafter, f"{name} {fingerprint(drafter)}"), read_known(path)
-    if key not in known:
-        known[key] = better_wiring(target, drafter, list(tokenizer.encode(TEXT)), name)
-        write_known(path, known)
-    if known[key]:
-        warnings.warn(known[key], stacklevel=3)
+    path = cache_folder() / "costs.json"
+    key, known = model_key(target, f"wiring of {name}", fingerprint(drafter)), read_costs(path)
+    entry = known.get(key)
+    if not isinstance(entry, dict) or "better" not in entry:
+        entry = known[key] = {"better": better_wiring(target, drafter, list(tokenizer.encode(TEXT)), name)}
+        write_costs(path, known)
+    if entry["better"]:
+        warnings.warn(entry["better"], stacklevel=3)
 
 
 def fingerprint(drafter: MTPDrafter) -> str:

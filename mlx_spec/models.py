@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
+from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
 from mlx_spec.demo import DRAFTER_FOLDER, MTP_FOLDER
@@ -25,11 +26,14 @@ from mlx_spec.drafters.mtp.load import load_mtp, no_head, packing_of
 from mlx_spec.drafters.mtp.source import INDEX, head_files, indexed_files, is_mtp, read_index
 from mlx_spec.engine import Engine
 from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, RequestError
+from mlx_spec.exactness import OFF, checked_exactness
 from mlx_spec.head_check import check_wiring
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
 
 DEMO, MTP = "demo", "mtp"
+# Rows of the largest pass that exactness is checked with where there is no drafter.
+DEFAULT_ROWS = 8
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -38,6 +42,7 @@ def load(
     drafter: str | None = "auto",
     *,
     draft_vocab: int | Sequence[int] | None = None,
+    exact: bool = True,
     max_kv_size: int | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     progress: bool = False,
@@ -48,11 +53,15 @@ def load(
     a DFlash or DFlash 2 checkpoint or of an MTP head, or a file that holds such a head; "mtp" for the head that
     comes with the model; "auto" for the drafter that comes with it, if any; None for none.
     draft_vocab: draft with an MTP head from so many of the most frequent tokens, or from these token ids.
+    exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
+    statistics say whether they were equal. False takes MLX's own operations for all work, where these are faster:
+    then a row's rounding may depend on the rows beside it, and texts part from plain decoding at near ties.
     max_kv_size: token positions that all sequences together may cache (default: the model's context).
     Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
     the memory: MLX's quantised CPU product costs as much per row as the first row.
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
     """
+    kernels = chosen_kernels(exact)
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
     family_of(config, model)
@@ -66,15 +75,27 @@ def load(
     name = drafter_name(model, drafter)
     if drafter == "auto" and name is None and ships_head(folder, config, model):
         name = MTP
-    if name is None:
-        return Engine(target), tokenizer
-    place = MTP_FOLDER if (model, name) == (DEMO, MTP) else folder if name == MTP else None
-    ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
-    bound = load_drafter(name, target, progress, place=place, model_config=config, draft_ids=ids)
-    label = name if ids is None else f"{name}, {len(ids)} draft tokens"
-    if isinstance(bound, MTPDrafter):
-        check_wiring(target, bound, tokenizer, label)
-    return Engine(target, bound, measured_costs(target, bound, label)), tokenizer
+    bound, label = None, ""
+    if name is not None:
+        place = MTP_FOLDER if (model, name) == (DEMO, MTP) else folder if name == MTP else None
+        ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
+        bound = load_drafter(name, target, progress, place=place, model_config=config, draft_ids=ids)
+        label = name if ids is None else f"{name}, {len(ids)} draft tokens"
+    with using(kernels):
+        costs = None if bound is None else measured_costs(target, bound, label)
+        most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
+        exactness = checked_exactness(target, most_rows) if exact else OFF
+        if isinstance(bound, MTPDrafter):
+            check_wiring(target, bound, tokenizer, label)
+    return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
+
+
+def chosen_kernels(exact: bool) -> Implementation:
+    """Return the implementation of the operations. Raises ModelError for an unknown one in the environment."""
+    try:
+        return implementation() if exact else "stock"
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def drafter_name(model: str, drafter: str | None) -> str | None:
@@ -182,16 +203,22 @@ def fetch(name: str, patterns: list[str]) -> Path:
 
 def fit_to_machine(model: nn.Module) -> nn.Module:
     """Unpack quantised weights where that is faster, settle on one floating type, and evaluate the weights."""
-    weights = dict(tree_flatten(model.parameters()))
-    packed = any(name.endswith(".scales") for name in weights)
-    floating = {w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating)}
+    packed = any(name.endswith(".scales") for name in dict(tree_flatten(model.parameters())))
     unpack = packed and on_cpu() and unpacked_bytes(model) < memory_bytes() // 2
+    kinds = len({weight.dtype for weight in castable(model).values()})
     if unpack:
         model = dequantize_model(model)
-    if unpack or len(floating) > 1:
-        model.set_dtype(mx.bfloat16)
+    if unpack or kinds > 1:
+        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in castable(model).items()]))
     mx.eval(model.parameters())
     return model
+
+
+def castable(model: nn.Module) -> dict[str, mx.array]:
+    """Return the floating weights of a model by name, without those whose precision mlx-lm keeps (A_log, say)."""
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
+    weights = dict(tree_flatten(model.parameters()))
+    return {name: w for name, w in weights.items() if mx.issubdtype(w.dtype, mx.floating) and may_cast(name)}
 
 
 def unpacked_bytes(model: nn.Module) -> int:

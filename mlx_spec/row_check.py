@@ -1,11 +1,18 @@
-"""Does a verify row equal the same row computed alone? The row contract, checked on a running generation."""
+"""Does a verify row equal the same row computed alone? The row contract, of a model and of a generation."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels import MAX_ROWS
 from mlx_spec.target import Sequence, Target
+from mlx_spec.target.pages import PAGE_SLOTS
+
+# Positions before the rows that a model is checked with: the rows cross the end of a page.
+CONTEXT = 28
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,55 @@ class Difference:
         )
 
 
+def check_rows(target: Target, counts: SequenceOf[int], compared: int = MAX_ROWS) -> Iterator[Difference | None]:
+    """Compare the first ``compared`` rows of passes of several rows with the same rows computed one at a time.
+
+    Yields the first difference of each pass, or None; counts: rows of the passes, of which those that do not fit
+    into the model's context are left out. The rows stand behind a text of 28 tokens, or at the beginning where the
+    context or the pool is small.
+    """
+    most, pages = max(counts), -(-(CONTEXT + max(counts)) // PAGE_SLOTS) + 1
+    roomy = target.context >= CONTEXT + most and target.pool.free_pages >= pages
+    context = CONTEXT if roomy else 0
+    tokens = [(7919 * i + 13) % target.vocab_size for i in range(context + most)]
+    sequence, rows = target.open(), mx.array(tokens[context:], dtype=mx.int32)
+    try:
+        target.prefill(sequence, tokens[:context])
+        alone = list(logits_alone(target, sequence, rows[: min(compared, target.context)]))
+        for count in counts:
+            if context + count <= target.context:
+                logits = target.logits(target.forward([(sequence, rows[:count])]).hidden)
+                found = (compare(sequence, row, logits, alone[row]) for row in range(min(count, len(alone))))
+                yield next((difference for difference in found if difference is not None), None)
+    finally:
+        sequence.free()
+
+
+def logits_alone(target: Target, sequence: Sequence, tokens: mx.array) -> Iterator[mx.array]:
+    """Yield the logits [V] of each row [R] behind a sequence by a pass of one row. The sequence stays as it is."""
+    alone = sequence.fork()
+    try:
+        for row in range(tokens.size):
+            passed = target.forward([(alone, tokens[row : row + 1])])
+            logits = target.logits(passed.hidden)[0]
+            # What still waits to read the pool would make the write copy it.
+            mx.eval(logits, *passed.arrays)
+            yield logits
+            target.commit(alone, passed)
+    finally:
+        alone.free()
+
+
+def compare(sequence: Sequence, row: int, logits: mx.array, expected: mx.array) -> Difference | None:
+    """Compare row number ``row`` of a pass behind ``sequence``, with logits [R, V], with the row alone [V]."""
+    found = logits[row]
+    if mx.array_equal(found, expected, equal_nan=True).item():
+        return None
+    a, b = np.array(found.astype(mx.float32)), np.array(expected.astype(mx.float32))
+    largest, same = float(np.abs(a - b).max()), bool(a.argmax() == b.argmax())
+    return Difference(sequence.length + row, row, logits.shape[0], largest, same)
+
+
 @dataclass
 class RowCheck:
     """Recomputes every verify row as a one-row pass; give ``check`` to a generation as ``on_verified``."""
@@ -40,23 +96,11 @@ class RowCheck:
 
     def check(self, sequence: Sequence, tokens: mx.array, logits: mx.array) -> None:
         """Compare the rows [R] that were verified behind ``sequence`` and gave ``logits`` [R, V]."""
-        alone = sequence.fork()
-        try:
-            for row in range(tokens.size):
-                passed = self.target.forward([(alone, tokens[row : row + 1])])
-                expected = self.target.logits(passed.hidden)[0]
-                self._compare(alone.length, row, tokens.size, logits[row], expected)
-                self.target.commit(alone, passed)
-        finally:
-            alone.free()
-
-    def _compare(self, position: int, row: int, rows: int, found: mx.array, expected: mx.array) -> None:
-        self.rows += 1
-        if mx.array_equal(found, expected).item():
-            return
-        a, b = np.array(found.astype(mx.float32)), np.array(expected.astype(mx.float32))
-        largest, same = float(np.abs(a - b).max()), bool(a.argmax() == b.argmax())
-        self.differences.append(Difference(position, row, rows, largest, same))
+        for row, expected in enumerate(logits_alone(self.target, sequence, tokens)):
+            self.rows += 1
+            difference = compare(sequence, row, logits, expected)
+            if difference is not None:
+                self.differences.append(difference)
 
     def __str__(self) -> str:
         if not self.differences:

@@ -4,14 +4,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True)
+class Exactness:
+    """Whether a row of a verify pass has the bits of the same row computed alone.
+
+    reason: how that is known, or what differs, in words.
+    """
+
+    holds: bool
+    reason: str
+
+
+NOT_CHECKED = Exactness(False, "not checked")
+
+
 @dataclass
 class Statistics:
     """Counters of one generation. Times are seconds.
 
-    rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]: rounds that drafted a token
-    at position i + 1 behind the anchor, and those in which it stood. draft_seconds, verify_seconds, host_seconds:
-    over the ``timed_rounds`` rounds that were measured with a stop between drafting and verifying, which other
-    rounds do not have.
+    exactness: of the engine. rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]:
+    rounds that drafted a token at position i + 1 behind the anchor, and those in which it stood. draft_seconds,
+    verify_seconds, host_seconds: over the ``timed_rounds`` rounds that were measured with a stop between drafting
+    and verifying, which other rounds do not have.
     """
 
     prompt_tokens: int = 0
@@ -27,6 +41,7 @@ class Statistics:
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
     depth_reason: str = ""
+    exactness: Exactness = NOT_CHECKED
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count a round that drafted and accepted so many tokens and emitted ``emitted``."""
@@ -46,6 +61,11 @@ class Statistics:
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
         self.host_seconds += host_seconds
+
+    @property
+    def exact(self) -> bool:
+        """Whether the rows of this generation are those of plain decoding, bit for bit."""
+        return self.exactness.holds
 
     @property
     def accepted_length(self) -> float:
@@ -91,6 +111,8 @@ class Statistics:
             "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
             "timed_rounds": self.timed_rounds,
             "depth_reason": self.depth_reason,
+            "exact": self.exactness.holds,
+            "exact_reason": self.exactness.reason,
         }
 
     def __str__(self) -> str:
@@ -109,4 +131,5 @@ class Statistics:
             lines.append(f"Without drafting: {self.parked_rounds} of {self.rounds} rounds")
         if self.depth_reason:
             lines.append(f"Draft depth: {self.depth_reason}")
+        lines.append(f"Exact: {'yes' if self.exactness.holds else 'no'}, {self.exactness.reason}")
         return "\n".join(lines)

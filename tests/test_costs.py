@@ -59,6 +59,12 @@ def test_measuring_covers_one_row_and_the_whole_block(target: Target, drafter: D
     assert target.pool.pages_in_use == 0
 
 
+def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
+    target = tiny_target("llama", max_kv_size=32)
+    assert 8 in measure(target, drafter).verify
+    assert target.pool.pages_in_use == 0
+
+
 def test_pages_come_back_when_measuring_fails(
     target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 import mlx_spec.engine
+from mlx_spec.accept import Greedy
 from mlx_spec.drafters.base import Choose, Proposal
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.engine import TIMED_EVERY, Engine, Generation, Request
@@ -29,8 +30,8 @@ BLOCK = 8
 
 
 @cache
-def target() -> Target:
-    return tiny_target("llama")
+def target(family: str = "llama") -> Target:
+    return tiny_target(family)
 
 
 def short_target(context: int) -> Target:
@@ -253,48 +254,63 @@ def fail_in_processor(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request
         fail()
         return logits
 
-    return Request(PROMPT, 60, sampling=Sampling(temp=0.8, seed=2, logits_processors=(processor,)))
+    return Request(PROMPT, 30, sampling=Sampling(temp=0.8, seed=2, logits_processors=(processor,)))
 
 
 def fail_in_on_verified(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request:
-    return Request(PROMPT, 60, on_verified=fail)
+    return Request(PROMPT, 30, on_verified=fail)
 
 
 def fail_in_is_end(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request:
-    return Request(PROMPT, 60, is_end=lambda token: bool(fail()))
+    return Request(PROMPT, 30, is_end=lambda token: bool(fail()))
 
 
-def fail_in_draft(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request:
-    def propose(self: Any, *arguments: Any) -> Proposal:
-        fail()
-        return original(self, *arguments)
+def fail_after(owner: Any, name: str) -> Callable[[Failing, pytest.MonkeyPatch], Request]:
+    """Fail behind a step of the round, when what it does is done."""
 
-    original = ScriptedDrafter.propose
-    monkeypatch.setattr(ScriptedDrafter, "propose", propose)
-    return Request(PROMPT, 60)
+    def arm(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request:
+        def step(*arguments: Any) -> Any:
+            result = original(*arguments)
+            fail()
+            return result
 
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, step)
+        return Request(PROMPT, 30)
 
-def fail_in_extend(fail: Failing, monkeypatch: pytest.MonkeyPatch) -> Request:
-    def extend(self: Any, *arguments: Any) -> None:
-        original(self, *arguments)
-        fail()
-
-    original = ScriptedDrafter.extend
-    monkeypatch.setattr(ScriptedDrafter, "extend", extend)
-    return Request(PROMPT, 60)
+    return arm
 
 
-@pytest.mark.parametrize(
-    "failure", [fail_in_processor, fail_in_on_verified, fail_in_is_end, fail_in_draft, fail_in_extend]
-)
-@pytest.mark.parametrize("rounds", [0, 2])
+STEPS = [
+    (ScriptedDrafter, "propose"),
+    (Target, "forward"),
+    (Target, "logits"),
+    (Sampling, "scores"),
+    (Greedy, "accept"),
+    (mlx_spec.engine, "wait"),
+    (mlx_spec.engine, "unpack"),
+    (Engine, "_cut"),
+    (Target, "commit"),
+    (ScriptedDrafter, "extend"),
+]
+FAILURES = {
+    "in a logits processor": fail_in_processor,
+    "in on_verified": fail_in_on_verified,
+    "in is_end": fail_in_is_end,
+    **{f"after {name}": fail_after(owner, name) for owner, name in STEPS},
+}
+
+
+@pytest.mark.parametrize(("family", "rounds"), [("llama", 0), ("llama", 2), ("qwen3_5", 2)])
+@pytest.mark.parametrize("failure", FAILURES)
 def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
-    failure: Callable[[Failing, pytest.MonkeyPatch], Request], rounds: int, monkeypatch: pytest.MonkeyPatch
+    failure: str, rounds: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail = Failing()
-    request = failure(fail, monkeypatch)
-    expected = plain(target(), request)
-    engine = Engine(target(), ScriptedDrafter(target(), expected.text, mixture(1), taps=(1,)))
+    """Pages, recurrent states and the drafter's state stand where the last committed token left them."""
+    fail, on = Failing(), target(family)
+    request = FAILURES[failure](fail, monkeypatch)
+    expected = plain(on, request)
+    engine = Engine(on, ScriptedDrafter(on, expected.text, mixture(1), taps=(1,)))
     generation = engine.start(request)
     for _ in range(rounds):
         engine.step(generation)
@@ -308,7 +324,7 @@ def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
         engine.step(generation)
     assert generation.tokens == expected.text
     engine.close(generation)
-    assert target().pool.pages_in_use == 0
+    assert on.pool.pages_in_use == 0
 
 
 def break_block(drafter: DFlash2Drafter) -> None:

@@ -32,6 +32,8 @@ STATS = {
     "time_shares",
     "timed_rounds",
     "depth_reason",
+    "exact",
+    "exact_reason",
     "finish_reason",
     "peak_memory",
 }

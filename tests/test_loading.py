@@ -281,6 +281,19 @@ def test_mixed_float_types_become_bfloat16(target_folder: Path, tmp_path: Path) 
     assert generate(engine, tokenizer, "hello", max_tokens=4)
 
 
+def test_what_mlx_lm_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    """The decay of recurrent layers is an exponential of an exponential of A_log."""
+    folder = write_model(tmp_path / "m", "qwen3_5_moe")
+    weights = mx.load(str(folder / "model.safetensors"))
+    wide = {n: w.astype(mx.float32) if n.endswith(("A_log", "norm.weight")) else w for n, w in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
+    engine, tokenizer = load(str(folder))
+    kept = {n.split(".")[-1] for n, w in parameters(engine.target.model).items() if w.dtype == mx.float32}
+    assert kept == {"A_log"}
+    assert engine.target.dtype == engine.target.pool.data.dtype == mx.bfloat16
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
 @pytest.mark.parametrize(
     "changes, numbers",
     [

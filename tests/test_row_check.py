@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import ContextFull
-from mlx_spec.row_check import RowCheck
+from mlx_spec.row_check import CONTEXT, RowCheck, check_rows
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
 
@@ -46,12 +46,12 @@ def test_raw_logits_are_compared_whatever_the_penalties_are() -> None:
 
 
 def perturb(target: Target, row: int, token: int, by: float) -> None:
-    """Let passes of several rows give row number ``row`` another logit for ``token``."""
+    """Let passes of several rows, if they have it, give row number ``row`` another logit for ``token``."""
     exact = target.logits
 
     def logits(hidden: mx.array) -> mx.array:
         found = exact(hidden)
-        if hidden.shape[0] > 1:
+        if hidden.shape[0] > max(row, 1):
             found[row, token] = found[row, token] + by
         return found
 
@@ -125,3 +125,69 @@ def test_pages_come_back_when_the_check_fails() -> None:
     assert not target.pool.is_shared(sequence.pages[0])
     sequence.free()
     assert target.pool.pages_in_use == 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_models_rows_are_equal(family: str) -> None:
+    target = tiny_target(family)
+    assert list(check_rows(target, range(1, 17))) == [None] * 16
+    assert target.pool.pages_in_use == 0
+
+
+def test_the_first_difference_of_each_pass_is_told() -> None:
+    target = tiny_target("llama")
+    perturb(target, row=2, token=7, by=3.0)
+    found = list(check_rows(target, [2, 3, 16]))
+    assert target.pool.pages_in_use == 0
+    assert found[0] is None
+    for rows, difference in zip((3, 16), found[1:], strict=True):
+        assert difference is not None
+        assert (difference.position, difference.row, difference.rows) == (CONTEXT + 2, 2, rows)
+
+
+def test_only_the_first_rows_may_be_compared() -> None:
+    target = tiny_target("llama")
+    passes: list[int] = []
+    forward = target.forward
+
+    def counting(batch: Any, taps: Any = ()) -> Any:
+        passes.append(sum(tokens.size for _, tokens in batch))
+        return forward(batch, taps)
+
+    target.forward = counting
+    perturb(target, row=2, token=7, by=3.0)
+    assert list(check_rows(target, [2, 8], compared=2)) == [None, None]
+    assert passes == [CONTEXT, 1, 1, 2, 8]
+
+
+@pytest.mark.parametrize("size", [32, 64, 96])
+def test_small_pools_are_checked_too(size: int) -> None:
+    target = tiny_target("llama", max_kv_size=size)
+    perturb(target, row=1, token=7, by=3.0)
+    (difference,) = check_rows(target, [16])
+    assert difference is not None
+    assert difference.position == (CONTEXT if size == 96 else 0) + 1
+    assert target.pool.pages_in_use == 0
+
+
+def test_passes_that_do_not_fit_into_the_context_are_left_out() -> None:
+    target = tiny_target("llama")
+    target.context = 5
+    assert list(check_rows(target, range(1, 17))) == [None] * 5
+
+
+def test_an_unfinished_check_gives_its_pages_back() -> None:
+    target = tiny_target("llama")
+    checked = check_rows(target, [2, 8])
+    next(checked)
+    assert target.pool.pages_in_use > 0
+    checked.close()
+    assert target.pool.pages_in_use == 0
+
+
+def test_no_numbers_are_equal_to_no_numbers() -> None:
+    """A model of NaN is told by the engine; its rows do not depend on each other."""
+    target = tiny_target("llama")
+    exact = target.logits
+    target.logits = lambda hidden: exact(hidden) * mx.nan
+    assert list(check_rows(target, [2, 4])) == [None, None]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_spec.statistics import Statistics
+from mlx_spec.statistics import Exactness, Statistics
 
 
 def example() -> Statistics:
@@ -15,6 +15,7 @@ def example() -> Statistics:
     statistics.count_timed(0.0, 0.4, 0.0)
     statistics.count_round(drafted=0, accepted=0, emitted=1)
     statistics.depth_reason = "fixed at 3"
+    statistics.exactness = Exactness(True, "rows were compared")
     return statistics
 
 
@@ -60,6 +61,7 @@ def test_as_dict_survives_json() -> None:
     assert told["acceptance"] == [1.0, 1.0, 0.0]
     assert told["time_shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
     assert told["depth_reason"] == "fixed at 3"
+    assert (told["exact"], told["exact_reason"]) == (True, "rows were compared")
 
 
 def test_the_summary_for_people() -> None:
@@ -71,7 +73,16 @@ def test_the_summary_for_people() -> None:
         "Time: draft 12%, verify 75%, host 12%",
         "Without drafting: 1 of 3 rounds",
         "Draft depth: fixed at 3",
+        "Exact: yes, rows were compared",
     ]
+
+
+def test_nothing_is_exact_until_it_is_checked() -> None:
+    statistics = Statistics()
+    assert not statistics.exact
+    assert str(statistics).splitlines()[-1] == "Exact: no, not checked"
+    statistics.exactness = Exactness(True, "")
+    assert statistics.exact
 
 
 def test_the_summary_of_plain_decoding_says_nothing_of_drafts() -> None:

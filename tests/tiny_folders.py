@@ -1,5 +1,6 @@
 """Tiny random model folders as published: config, weights, byte-level tokenizer, and drafters that fit them."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,14 @@ def folder_model(config: dict[str, Any], bits: int | None = None, seed: int = 0)
     """Build a random model whose greedy text is printable ASCII, quantised (group 32) where ``bits`` is given."""
     mx.random.seed(seed)
     model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    model = model_class(args_class.from_dict(copy.deepcopy(config)))
     model.update(
         nn.utils.tree_map(lambda w: mx.random.normal(w.shape) * 0.15 if w.ndim > 1 else w, model.parameters())
     )
     allowed = mx.zeros((len(TOKENS), 1))
     allowed[mx.array(PRINTABLE)] = 1.0
-    model.lm_head.weight = model.lm_head.weight * allowed
+    head = getattr(model, "language_model", model).lm_head
+    head.weight = head.weight * allowed
     model.set_dtype(mx.bfloat16)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tqdm import tqdm
 
 from metal_kernels.implementations import implementation
@@ -58,18 +58,35 @@ def prompt(config: dict[str, Any], count: int) -> list[int]:
 def stock_ms(model: Any, config: dict[str, Any], rows: list[int], context: int, repeats: int) -> dict[int, float]:
     """Time mlx-lm's forward of each row count behind a cached context."""
     cache = make_prompt_cache(model)
-    mx.eval(model(mx.array([prompt(config, context)]), cache=cache))
+    mx.eval(model(mx.array([prompt(config, context)]), cache=cache), [layer.state for layer in cache])
     found = {}
     for count in rows:
         tokens = mx.array([prompt(config, count)])
 
         def run(tokens: mx.array = tokens, count: int = count) -> list[mx.array]:
+            before = recurrent_states(cache)
             logits = model(tokens, cache=cache)
-            trim_prompt_cache(cache, count)
-            return [logits]
+            after = [array for state in recurrent_states(cache) for array in state]
+            rewind(cache, count, before)
+            return [logits, *after]
 
         found[count] = timed(run, repeats)
     return found
+
+
+def recurrent_states(cache: list[Any]) -> list[list[mx.array]]:
+    """Return what the recurrent layers of an mlx-lm cache hold."""
+    return [list(layer.cache) for layer in cache if isinstance(layer, ArraysCache)]
+
+
+def rewind(cache: list[Any], count: int, states: list[list[mx.array]]) -> None:
+    """Take ``count`` rows out of an mlx-lm cache: keys and values are trimmed, states replaced by those before."""
+    before = iter(states)
+    for layer in cache:
+        if isinstance(layer, ArraysCache):
+            layer.cache = next(before)
+        else:
+            layer.trim(count)
 
 
 def our_ms(
@@ -79,7 +96,7 @@ def our_ms(
 
     def run(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, mx.array(tokens[:count], dtype=mx.int32))])
-        return [target.logits(passed.hidden), passed.kv]
+        return [target.logits(passed.hidden), *passed.arrays]
 
     return {count: timed(lambda count=count: run(count), repeats) for count in rows}
 
@@ -91,7 +108,7 @@ def equal_rows(target: Target, sequence: Sequence, tokens: list[int]) -> list[in
         passed = target.forward([(alone, mx.array([token], dtype=mx.int32))])
         single.append(target.logits(passed.hidden)[0])
         target.commit(alone, passed)
-        mx.eval(single[-1], target.pool.data)
+        mx.eval(single[-1], *alone.arrays)
     alone.free()
     equal = []
     for count in range(1, 17):

@@ -6,31 +6,42 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, linear_rows, moe_rows
+from metal_kernels import Experts, Linear, linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
 
 FeedForward = Callable[[mx.array, mx.array], mx.array]
 """The feed-forward sublayer: (normed rows [R, H], residual [R, H]) to the sum [R, H]."""
 
 
-def dense(mlp: Any) -> FeedForward:
-    """Return the gated feed-forward of an MLP module."""
+def dense(mlp: Any) -> Callable[..., mx.array]:
+    """Return the gated feed-forward of an MLP module; without a residual it gives the sublayer's output alone."""
     gate_up, down = Linear.joined([mlp.gate_proj, mlp.up_proj]), Linear.of(mlp.down_proj)
-    return lambda x, residual: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
+    return lambda x, residual=None: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
 
 
 def dense_or_experts(mlp: Any) -> FeedForward:
-    """Return the feed-forward of a mixture-of-experts model's layer; some layers may be dense."""
+    """Return the feed-forward of a mixture-of-experts model's layer; some layers may be dense.
+
+    An expert that all rows share, where there is one, comes on top with a gate of its own.
+    """
     if not hasattr(mlp, "switch_mlp"):
         return dense(mlp)
-    return lambda x, residual: residual + moe_rows(mlp, x)
+    experts = Experts.of(mlp)
+    if not hasattr(mlp, "shared_expert"):
+        return lambda x, residual: residual + moe_rows(experts, x)
+    shared, gate = dense(mlp.shared_expert), Linear.of(mlp.shared_expert_gate)
+    return lambda x, residual: residual + (moe_rows(experts, x) + mx.sigmoid(linear_rows(x, gate)) * shared(x))
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family departs from the plain pre-norm transformer with grouped-query attention."""
+    """Where a family departs from the plain pre-norm transformer with grouped-query attention.
+
+    gated_attention: attention's output is multiplied by the sigmoid of a gate that comes with the queries.
+    """
 
     qk_norm: bool = False
+    gated_attention: bool = False
     feed_forward: Callable[[Any], FeedForward] = dense
 
 
@@ -40,7 +51,10 @@ FAMILIES = {
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(qk_norm=True),
+    "qwen3_5": Family(qk_norm=True, gated_attention=True),
+    "qwen3_5_moe": Family(qk_norm=True, gated_attention=True, feed_forward=dense_or_experts),
     "qwen3_moe": Family(qk_norm=True, feed_forward=dense_or_experts),
+    "qwen3_next": Family(qk_norm=True, gated_attention=True, feed_forward=dense_or_experts),
 }
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, linear_rows, qkv_norm_rope, rope_frequencies
+from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope, rope_frequencies
 from mlx_spec.errors import UnsupportedModel
+from mlx_spec.target.delta_net import DeltaNet, separated
 from mlx_spec.target.families import Family, FeedForward
+from mlx_spec.target.past import Held, Past
 
 
 @dataclass(frozen=True)
@@ -28,62 +30,113 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One pre-norm layer: attention with ``heads`` query and ``kv_heads`` key heads, then the feed-forward.
+class Attention:
+    """Attention with ``heads`` query and ``kv_heads`` key heads over the pages.
 
-    qkv: the three projections, side by side. qk_norm: weights [D] of the query and key norms, or None.
+    index: the layer's number in the pages. qkv: the three projections, side by side; gated: each query head is
+    followed by an output gate. qk_norm: weights [D] of the query and key norms, or None.
     window: how many of the newest positions a row sees, itself included, or None for all.
     """
 
-    input_norm: Norm
+    index: int
     qkv: tuple[Linear, ...]
     qk_norm: tuple[mx.array, mx.array] | None
+    eps: float
     rope: Rope
     output: Linear
-    post_norm: Norm
-    feed_forward: FeedForward
     heads: int
     kv_heads: int
+    gated: bool
     scale: float
     window: int | None
 
     @staticmethod
-    def of(module: Any, family: Family, window: int | None, name: str) -> "Layer":
-        """Read a decoder layer of mlx-lm; its modules become views of joined weights, nothing is held twice.
+    def of(module: Any, family: Family, args: Any, index: int, window: int | None) -> "Attention":
+        """Read an attention module of mlx-lm.
 
-        Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
+        Raises TypeError or ValueError for weights or a position encoding that the rows forward does not know.
         """
-        attention = module.self_attn
-        try:
-            return Layer(
-                Norm.of(module.input_layernorm),
-                Linear.joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-                (attention.q_norm.weight, attention.k_norm.weight) if family.qk_norm else None,
-                rope_frequencies(attention.rope),
-                Linear.of(attention.o_proj),
-                Norm.of(module.post_attention_layernorm),
-                family.feed_forward(module.mlp),
-                attention.n_heads,
-                attention.n_kv_heads,
-                attention.scale,
-                window,
-            )
-        except (TypeError, ValueError) as error:
-            raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
+        return Attention(
+            index,
+            Linear.joined([module.q_proj, module.k_proj, module.v_proj]),
+            (module.q_norm.weight, module.k_norm.weight) if family.qk_norm else None,
+            module.q_norm.eps if family.qk_norm else 0.0,
+            rope_frequencies(module.rope),
+            Linear.of(module.o_proj),
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            family.gated_attention,
+            module.scale,
+            window,
+        )
 
-    def project(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Return queries [R, H, D] and keys and values [2, R, KV, D] of rows [R, hidden], positions encoded."""
-        return qkv_norm_rope(
-            linear_rows(self.input_norm(x), self.qkv),
+    @property
+    def head_dim(self) -> int:
+        """D, the size of a head."""
+        return sum(part.size for part in self.qkv) // (self.heads * (1 + self.gated) + 2 * self.kv_heads)
+
+    def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, mx.array]:
+        """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
+        projected = linear_rows(x, self.qkv)
+        queries, keys_values = qkv_norm_rope(
+            projected,
             self.qk_norm,
-            positions,
+            past.positions,
             self.rope,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            eps=self.input_norm.eps,
+            eps=self.eps,
+            gated=self.gated,
         )
+        # Splitting keeps a view; an index would copy.
+        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
+        attended = attention_rows(
+            queries, keys, values, past.pool, self.index, past.cached, scale=self.scale, window=self.window
+        )
+        if self.gated:
+            pairs = projected[:, : 2 * self.heads * self.head_dim].reshape(*attended.shape[:2], 2, -1)
+            attended = attended * mx.sigmoid(pairs[:, :, 1])
+        return linear_rows(attended.reshape(x.shape[0], -1), self.output, residual=residual), keys_values
 
-    def finish(self, x: mx.array, attended: mx.array) -> mx.array:
-        """Add attention's output [R, H, D], projected, to rows [R, hidden], then the feed-forward's."""
-        x = linear_rows(attended.reshape(x.shape[0], -1), self.output, residual=x)
-        return self.feed_forward(self.post_norm(x), x)
+
+@dataclass(frozen=True)
+class Layer:
+    """One pre-norm layer: a mixer, which looks at other rows, then the feed-forward, which does not.
+
+    A mixer takes normed rows, the residual that it adds to, and the past; with the sum it returns what of the rows
+    later passes need.
+    """
+
+    input_norm: Norm
+    mixer: Attention | DeltaNet
+    post_norm: Norm
+    feed_forward: FeedForward
+
+    @staticmethod
+    def of(module: Any, family: Family, args: Any, index: int, window: int | None, name: str) -> "Layer":
+        """Read a decoder layer of mlx-lm; its modules become views of joined weights, nothing is held twice.
+
+        args: the model's. index: the layer's number among those of its kind.
+        Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
+        """
+        mixer: Attention | DeltaNet
+        try:
+            if is_recurrent(module):
+                module.linear_attn = separated(module.linear_attn)
+                mixer = DeltaNet.of(module.linear_attn, index)
+            else:
+                mixer = Attention.of(module.self_attn, family, args, index, window)
+            norms = Norm.of(module.input_layernorm), Norm.of(module.post_attention_layernorm)
+            return Layer(norms[0], mixer, norms[1], family.feed_forward(module.mlp))
+        except (TypeError, ValueError) as error:
+            raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
+
+    def __call__(self, x: mx.array, past: Past) -> tuple[mx.array, mx.array | Held]:
+        """Run rows [R, hidden]; return them and what later passes need of them."""
+        x, kept = self.mixer(self.input_norm(x), x, past)
+        return self.feed_forward(self.post_norm(x), x), kept
+
+
+def is_recurrent(module: Any) -> bool:
+    """Whether a decoder layer of mlx-lm has linear attention in place of attention."""
+    return hasattr(module, "linear_attn")

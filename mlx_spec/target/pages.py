@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_spec.errors import ContextFull, PositionError
+from mlx_spec.target.past import Recurrent
 
 PAGE_SLOTS = 32
 
@@ -92,11 +93,20 @@ class PagePool:
 
 @dataclass
 class Sequence:
-    """A list of pages and the number of accepted positions in them. The only owner of its length."""
+    """A list of pages and the number of accepted positions in them. The only owner of its length.
+
+    recurrent: what recurrent layers keep of the accepted positions; None before the first, and for models without.
+    """
 
     pool: PagePool
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    recurrent: Recurrent | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the contents are in, for ``mx.eval``."""
+        return [self.pool.data, *(self.recurrent.arrays if self.recurrent else ())]
 
     @property
     def room(self) -> int:
@@ -107,32 +117,48 @@ class Sequence:
         return left + pages * PAGE_SLOTS if pages >= 0 else 0
 
     def fork(self) -> "Sequence":
-        """Return a sequence with the same contents that shares every page."""
+        """Return a sequence with the same contents that shares every page and every state."""
         for page in self.pages:
             self.pool.share(page)
-        return Sequence(self.pool, list(self.pages), self.length)
+        return Sequence(self.pool, list(self.pages), self.length, self.recurrent)
 
-    def append(self, rows: mx.array) -> None:
+    def append(self, rows: mx.array, recurrent: Recurrent | None = None) -> None:
         """Write accepted rows [R, layers, 2, KV, D] behind the last position.
 
+        recurrent: what recurrent layers keep of all positions, these included.
         Raises ContextFull, with nothing changed, when the pool has too few free pages.
         """
         positions = range(self.length, self.length + rows.shape[0])
-        self._make_room(len(positions))
-        self.pool.write(
-            [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions], rows
-        )
-        self.length = positions.stop
+        if positions:
+            self._make_room(len(positions))
+            self.pool.write(
+                [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions], rows
+            )
+        # One statement: pages and states stand at the same position whenever someone looks.
+        self.length, self.recurrent = positions.stop, recurrent
 
     def rewind(self, position: int) -> None:
-        """Forget every position from ``position`` on. Raises PositionError for one that is not cached."""
+        """Forget every position from ``position`` on.
+
+        A model with recurrent layers can only go back through the rows that were committed last, or to 0.
+        Raises PositionError, with nothing changed, for a position that is not cached or that it cannot go back to.
+        """
         if not 0 <= position <= self.length:
             raise PositionError(f"Cannot rewind to position {position}: the sequence holds {self.length}.")
+        recurrent = None
+        if position and self.recurrent is not None:
+            earliest = self.length - self.recurrent.accepted
+            if position < earliest:
+                raise PositionError(
+                    f"Cannot rewind to position {position}: this model's recurrent layers can go back from "
+                    f"{self.length} to {earliest}, or to 0. Fork the sequence at a position that is needed again."
+                )
+            recurrent = self.recurrent.without(self.length - position)
         keep = -(-position // PAGE_SLOTS)
         for page in self.pages[keep:]:
             self.pool.release(page)
         del self.pages[keep:]
-        self.length = position
+        self.length, self.recurrent = position, recurrent
 
     def free(self) -> None:
         """Give all pages back."""

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import MAX_ROWS, Cached, Linear, attention_rows, is_traceable, linear_rows
+from metal_kernels import MAX_ROWS, Cached, Linear, RowSpans, is_traceable, linear_rows
 from mlx_spec.errors import ContextFull, RequestError
-from mlx_spec.target.families import family_of
-from mlx_spec.target.layers import Layer, Norm
+from mlx_spec.target.delta_net import DeltaNet
+from mlx_spec.target.families import Family, family_of
+from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
+from mlx_spec.target.past import PIECE_ROWS, Held, Past, Recurrent, is_prompt, pieces_of, running, side_by_side
 
 DEFAULT_CONTEXT = 8192
 # Page numbers in the smallest page table.
@@ -23,19 +26,31 @@ class Pass:
     """What one forward pass computed for its R rows.
 
     hidden: [R, H] after the final norm. taps: [R, T * H], the asked hidden states side by side (empty without
-    taps). kv: [R, layers, 2, KV, D], keys with position encoding, and values; not yet part of any sequence.
-    starts: first row of each sequence of the pass.
+    taps). kv: [R, attention layers, 2, KV, D], keys with position encoding, and values; not yet part of any
+    sequence. counts: rows of each sequence of the pass. recurrent: what recurrent layers keep of each sequence
+    behind these rows; empty for models without such layers.
     """
 
     hidden: mx.array
     taps: mx.array
     kv: mx.array
-    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    recurrent: tuple[Recurrent, ...] = ()
 
     def rows(self, index: int, count: int) -> "Pass":
-        """Return the first ``count`` rows of sequence number ``index`` of the pass."""
-        part = slice(self.starts[index], self.starts[index] + count)
-        return Pass(self.hidden[part], self.taps[part], self.kv[part], (0,))
+        """Return the first ``count`` rows of sequence number ``index`` of the pass.
+
+        Raises PositionError where that cuts a prompt, more than 16 rows, of a model with recurrent layers.
+        """
+        start = sum(self.counts[:index])
+        part, refused = slice(start, start + count), self.counts[index] - count
+        recurrent = tuple(past.without(refused) for past in self.recurrent[index : index + 1])
+        return Pass(self.hidden[part], self.taps[part], self.kv[part], (count,), recurrent)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that a drafter or a commit needs, for ``mx.eval``."""
+        return [self.hidden, self.taps, self.kv, *(self.recurrent[0].arrays if self.recurrent else ())]
 
 
 class Target:
@@ -57,26 +72,23 @@ class Target:
             raise RequestError(f"max_kv_size must be at least 1, not {max_kv_size}.")
         self.name = name
         self.model = model
-        self.layers = [
-            Layer.of(module, family, model.model.sliding_window if is_sliding(module) else None, name)
-            for module in model.model.layers
-        ]
-        self.norm = Norm.of(model.model.norm)
+        self._language = getattr(model, "language_model", model)
+        args, decoder = self._language.args, self._language.model
+        self.layers = read_layers(decoder, family, args, name)
+        self.norm = Norm.of(decoder.norm)
         self.num_layers = len(self.layers)
-        self.hidden_size = int(model.args.hidden_size)
-        self.vocab_size = int(model.args.vocab_size)
-        self.context = int(config.get("max_position_embeddings") or DEFAULT_CONTEXT)
+        self.hidden_size = int(args.hidden_size)
+        self.vocab_size = int(args.vocab_size)
+        self.context = int(text_config(config).get("max_position_embeddings") or DEFAULT_CONTEXT)
         self.dtype = self.norm.weight.dtype
-        capacity = self.context if max_kv_size is None else max_kv_size
-        first = self.layers[0]
-        self.pool = PagePool(
-            self.num_layers,
-            first.kv_heads,
-            sum(part.size for part in first.qkv) // (first.heads + 2 * first.kv_heads),
-            self.embed(mx.array([0])).dtype,
-            -(-capacity // PAGE_SLOTS),
-        )
-        self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., tuple[mx.array, ...]]] = {}
+        capacity, dtype = self.context if max_kv_size is None else max_kv_size, self.embed(mx.array([0])).dtype
+        attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        kv_heads, head_dim = attentions[0].kv_heads, attentions[0].head_dim
+        self.pool = PagePool(len(attentions), kv_heads, head_dim, dtype, -(-capacity // PAGE_SLOTS))
+        # Layers of one shape share the arrays of an empty sequence.
+        nets = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
+        self._empty = Recurrent((nets[0].empty(dtype),) * len(nets) if nets else ())
+        self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., tuple[Any, ...]]] = {}
 
     def open(self) -> Sequence:
         """Start an empty sequence in this target's pool."""
@@ -84,7 +96,7 @@ class Target:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up input embeddings: [R] to [R, H]."""
-        return self.model.model.embed_tokens(tokens)
+        return self._language.model.embed_tokens(tokens)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output head to final hidden states: [..., H] to [..., V]."""
@@ -109,18 +121,25 @@ class Target:
                     f"{sequence.length} do not fit."
                 )
         counts = tuple(tokens.size for _, tokens in batch)
-        run = self._runner(counts, tuple(taps))
-        hidden, features, kv = run(
+        pasts = [sequence.recurrent or self._empty for sequence, _ in batch]
+        held, places = side_by_side(pasts)
+        run = self._runner(counts, tuple(taps), max(1, *(past.accepted for past in pasts)))
+        hidden, features, kv, kept = run(
             mx.concatenate([tokens for _, tokens in batch]),
             page_table([sequence.pages for sequence, _ in batch]),
             mx.array([sequence.length for sequence, _ in batch], dtype=mx.int32),
             self.pool.data,
+            held,
+            places,
         )
-        return Pass(hidden, features, kv, tuple(sum(counts[:i]) for i in range(len(counts))))
+        return Pass(hidden, features, kv, counts, behind(kept, counts))
 
     def commit(self, sequence: Sequence, accepted: Pass) -> None:
-        """Make the accepted rows of a pass part of their sequence (lazily, see PagePool.write)."""
-        sequence.append(accepted.kv)
+        """Make the accepted rows of a pass part of their sequence (lazily, see PagePool.write).
+
+        Raises ContextFull, with nothing changed, when the pool has too few free pages.
+        """
+        sequence.append(accepted.kv, *accepted.recurrent)
 
     def prefill(
         self,
@@ -149,46 +168,84 @@ class Target:
             rows = self.forward([(sequence, chunk)], taps)
             self.commit(sequence, rows)
             on_rows(rows, chunk)
-            mx.eval(self.pool.data)
+            mx.eval(sequence.arrays)
             on_progress(start + chunk.size, len(tokens))
 
     @property
     def _head(self) -> Linear:
-        return Linear.of(getattr(self.model, "lm_head", None) or self.model.model.embed_tokens)
+        return Linear.of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
 
-    def _runner(self, counts: tuple[int, ...], taps: tuple[int, ...]) -> Callable[..., tuple[mx.array, ...]]:
+    def _runner(
+        self, counts: tuple[int, ...], taps: tuple[int, ...], most_accepted: int
+    ) -> Callable[..., tuple[Any, ...]]:
         """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
 
         def run(
-            tokens: mx.array, pages: mx.array, lengths: mx.array, pool: mx.array
-        ) -> tuple[mx.array, mx.array, mx.array]:
-            return self._run(tokens, Cached(pages, lengths, counts), pool, taps)
+            longest: int,
+            tokens: mx.array,
+            pages: mx.array,
+            lengths: mx.array,
+            pool: mx.array,
+            held: Any,
+            places: Any,
+        ) -> tuple[Any, ...]:
+            # mx.compile hands over plain tuples.
+            layers, (slots, first, accepted) = tuple(Held(*each) for each in held), places
+            cached = Cached(pages, lengths, counts)
+            rows = min(longest, layers[0].k.shape[0]) if layers else 1
+            spans = RowSpans(first, accepted, rows)
+            past = Past(cached.positions(), cached, pool, layers, slots, spans, pieces_of(counts))
+            return self._run(tokens, past, taps)
 
         if sum(counts) > MAX_ROWS or not is_traceable():
-            return run
+            return partial(run, most_accepted)
         if (counts, taps) not in self._compiled:
-            self._compiled[counts, taps] = mx.compile(run)
+            # A number of accepted rows in the graph would be another graph.
+            self._compiled[counts, taps] = mx.compile(partial(run, PIECE_ROWS))
         return self._compiled[counts, taps]
 
     def _run(
-        self, tokens: mx.array, cached: Cached, pool: mx.array, taps: tuple[int, ...]
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        positions, x = cached.positions(), self.embed(tokens)
-        tapped, kv = {}, []
+        self, tokens: mx.array, past: Past, taps: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array, mx.array, list[Held]]:
+        x = self.embed(tokens)
+        tapped, kv, held = {}, [], []
         for index, layer in enumerate(self.layers):
-            queries, keys_values = layer.project(x, positions)
-            # Splitting keeps a view; an index would copy.
-            keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
-            attended = attention_rows(
-                queries, keys, values, pool, index, cached, scale=layer.scale, window=layer.window
-            )
-            x = layer.finish(x, attended)
-            kv.append(keys_values)
+            x, kept = layer(x, past)
+            if isinstance(kept, Held):
+                held.append(kept)
+            else:
+                kv.append(kept)
             if index in taps:
                 tapped[index] = x
         hidden = tapped[self.num_layers] = self.norm(x)
         features = mx.concatenate([tapped[t] for t in taps], axis=-1) if taps else hidden[:, :0]
-        return hidden, features, mx.stack(kv).transpose(2, 0, 1, 3, 4)
+        return hidden, features, mx.stack(kv).transpose(2, 0, 1, 3, 4), held
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a ``config.json`` that describes the language model."""
+    return config.get("text_config", config)
+
+
+def read_layers(decoder: Any, family: Family, args: Any, name: str) -> list[Layer]:
+    """Read the layers of a decoder of mlx-lm. Raises UnsupportedModel as ``Layer.of`` does."""
+    layers: list[Layer] = []
+    recurrent = [is_recurrent(module) for module in decoder.layers]
+    for i, module in enumerate(decoder.layers):
+        window = decoder.sliding_window if is_sliding(module) else None
+        layers.append(Layer.of(module, family, args, recurrent[:i].count(recurrent[i]), window, name))
+    return layers
+
+
+def behind(held: SequenceOf[Any], counts: tuple[int, ...]) -> tuple[Recurrent, ...]:
+    """Return what recurrent layers keep of each sequence behind all rows of a pass."""
+    if not held:
+        return ()
+    layers = tuple(Held(*each) for each in held)
+    if is_prompt(counts):
+        return tuple(Recurrent(layers, slot) for slot in range(len(counts)))
+    firsts = running(counts)
+    return tuple(Recurrent(layers, slot, firsts[slot], count) for slot, count in enumerate(counts))
 
 
 def is_sliding(layer: Any) -> bool:

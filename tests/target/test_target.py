@@ -101,8 +101,14 @@ def test_context_end_is_an_error_that_says_the_numbers() -> None:
 
 
 def test_an_unknown_architecture_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mistral, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mistral, qwen2, qwen3, qwen3_5, "):
         Target(tiny_model("llama"), {"model_type": "mamba"}, "some/model")
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "qwen3_next", CONFIGS["qwen3_next"] | {"linear_key_head_dim": 48})
+    with pytest.raises(UnsupportedModel, match="tiny qwen3_next has a layer .* Dk must be a multiple of 32"):
+        tiny_target("qwen3_next")
 
 
 @pytest.mark.parametrize("size", [0, -5])

@@ -1,8 +1,14 @@
 """The bench's sums, and what it prints."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import mlx.core as mx
+import pytest
+
+from mlx_spec.exactness import OFF
 from mlx_spec.statistics import Statistics
 from tools import bench
 
@@ -40,3 +46,33 @@ def test_limits_are_spread_over_the_file(tmp_path: Path) -> None:
 def test_the_held_out_prompts_are_forty() -> None:
     items = bench.read_prompts(bench.HELD_OUT, None)
     assert len(items) == len({item["prompt"] for item in items}) == 40
+
+
+@pytest.mark.parametrize(
+    "argv, status",
+    [
+        ([], 1),
+        (["--temp", "0.8"], 1),
+        (["--exact", "off"], 0),
+        (["--temp", "0.8", "--accept", "rejection"], 0),
+        (["--accept", "rejection"], 1),
+    ],
+)
+def test_a_reply_may_differ_only_where_equality_is_not_promised(
+    argv: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def load(model: str, drafter: str, exact: bool, progress: bool) -> tuple[SimpleNamespace, None]:
+        asked.append(exact)
+        return SimpleNamespace(target=SimpleNamespace(dtype=mx.bfloat16), costs=None, exactness=OFF), None
+
+    monkeypatch.setattr(bench, "load", load)
+    result = {"kinds": {}, "equal_replies": 1, "compared_replies": 2}
+    monkeypatch.setattr(bench, "measure", lambda *_: result)
+    monkeypatch.setattr(sys, "argv", ["bench", *argv])
+    assert bench.main() == status
+    assert asked == [argv[:2] != ["--exact", "off"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"exact: no, {OFF.reason}"
+    assert json.loads(lines[-1])["exact"] is False

@@ -1,0 +1,168 @@
+"""Gated DeltaNet as the rows forward runs it: weights and settings out of the module that mlx-lm loaded."""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+
+from metal_kernels import (
+    DeltaRows,
+    Gates,
+    Heads,
+    Linear,
+    RowSpans,
+    causal_conv_advance,
+    causal_conv_replay,
+    gated_delta_advance,
+    gated_delta_replay,
+    linear_rows,
+)
+from metal_kernels.implementations import implementation, using
+from mlx_spec.target.past import Held, Past, is_prompt
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A short convolution, the gated delta rule, a gated norm and a projection (see ``metal_kernels``).
+
+    index: the layer's number among the recurrent ones. projections: those of queries, keys and values, of the
+    output gate z, of the update rate b and of the decay a, side by side. conv: [C, W]. norm: [Dv].
+    """
+
+    index: int
+    projections: tuple[Linear, ...]
+    heads: Heads
+    conv: mx.array
+    gates: Gates
+    norm: mx.array
+    eps: float
+    output: Linear
+
+    @staticmethod
+    def of(module: Any, index: int) -> "DeltaNet":
+        """Read a ``GatedDeltaNet`` of mlx-lm's qwen3_5.
+
+        Raises TypeError for weights that are no linear maps, ValueError for heads that the kernels do not take.
+        """
+        heads = Heads(module.num_k_heads, module.head_k_dim, module.num_v_heads, module.head_v_dim)
+        heads.require()
+        rate = heads.channels + heads.value_heads * heads.value_size
+        parts = [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
+        return DeltaNet(
+            index,
+            Linear.joined(parts),
+            heads,
+            module.conv1d.weight.squeeze(-1),
+            Gates(module.A_log, module.dt_bias, a_column=rate + heads.value_heads, b_column=rate),
+            module.norm.weight,
+            module.norm.eps,
+            Linear.of(module.out_proj),
+        )
+
+    def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, Held]:
+        """Run normed rows [R, hidden]; return their sum with ``residual``, and what the next pass starts from."""
+        projected = linear_rows(x, self.projections)
+        held, slots, accepted, outputs = past.held[self.index], past.slots, past.accepted, []
+        for piece in past.pieces:
+            rows = projected if len(past.pieces) == 1 else projected[piece.index]
+            out, held = self._advance(rows, piece.spans, held, slots, accepted)
+            slots, accepted = piece.spans.own_slots(), piece.spans
+            outputs.append(out)
+        if is_prompt(past.cached.counts):
+            held = self._settled(held, accepted)
+        mixed = outputs[0]
+        if len(past.pieces) > 1:
+            index = mx.concatenate([piece.index for piece in past.pieces])
+            mixed = mx.concatenate(outputs)[mx.argsort(index)]
+        return linear_rows(self._gated(mixed, projected), self.output, residual=residual), held
+
+    def empty(self, dtype: mx.Dtype) -> Held:
+        """Return what the layer holds of a sequence without positions; its one row belongs to nobody."""
+        heads, taps = self.heads, self.conv.shape[1]
+        return Held(
+            mx.zeros((1, heads.value_heads, heads.value_size, heads.key_size)),
+            mx.zeros((1, taps - 1, heads.channels), dtype=dtype),
+            mx.zeros((1, sum(part.size for part in self.projections)), dtype=dtype),
+            mx.zeros((1, heads.key_heads, heads.key_size), dtype=dtype),
+            mx.zeros((1, heads.value_heads, heads.value_size), dtype=dtype),
+        )
+
+    def _advance(
+        self, projected: mx.array, spans: RowSpans, held: Held, slots: mx.array, accepted: RowSpans
+    ) -> tuple[mx.array, Held]:
+        """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what is held then."""
+        places: dict[str, Any] = {"spans": spans, "slots": slots}
+        with kernels_wherever_they_run():
+            q, k, v, conv_state = causal_conv_advance(
+                projected, held.projected, accepted, held.conv_state, self.conv, self.heads, **places
+            )
+            new = DeltaRows(k, v, projected, projected)
+            out, state = gated_delta_advance(q, new, held.rows, accepted, held.state, gates=self.gates, **places)
+        return out, Held(state, conv_state, projected, k, v)
+
+    def _settled(self, held: Held, accepted: RowSpans) -> Held:
+        """Step through the accepted rows, so that the passes behind a prompt of any length have one shape."""
+        with kernels_wherever_they_run():
+            state = gated_delta_replay(held.rows, held.state, accepted, gates=self.gates)
+            conv_state = causal_conv_replay(held.projected, held.conv_state, accepted, self.heads)
+        return Held(state, conv_state, held.projected[:1], held.k[:1], held.v[:1])
+
+    def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
+        """Norm heads [R, Hv, Dv] and multiply them by silu(z) in float32, as mlx-lm does: [R, Hv * Dv]."""
+        z = projected[:, self.heads.channels : self.gates.b_column].reshape(mixed.shape)
+        normed = mx.fast.rms_norm(mixed, self.norm, self.eps)
+        gated = nn.silu(z.astype(mx.float32)) * normed.astype(mx.float32)
+        return gated.astype(projected.dtype).reshape(mixed.shape[0], -1)
+
+
+def kernels_wherever_they_run() -> AbstractContextManager[None]:
+    """Prefer our kernels to MLX's operations even where exactness is turned off.
+
+    MLX has no update for a number of rows that is known on the device alone: it becomes several launches a row.
+    """
+    return using("native") if implementation() == "stock" else nullcontext()
+
+
+def separated(module: Any) -> Any:
+    """Return a Gated DeltaNet of mlx-lm in qwen3_5's layout, with the weights of ``module``.
+
+    qwen3_next has two projections whose outputs interleave by key head: queries, keys, values and z; b and a.
+    """
+    if not hasattr(module, "in_proj_qkvz"):
+        return module
+    sizes = dict(
+        linear_num_key_heads=module.num_k_heads,
+        linear_num_value_heads=module.num_v_heads,
+        linear_key_head_dim=module.head_k_dim,
+        linear_value_head_dim=module.head_v_dim,
+        linear_conv_kernel_dim=module.conv_kernel_size,
+    )
+    new = GatedDeltaNet(TextModelArgs(hidden_size=module.hidden_size, rms_norm_eps=module.norm.eps, **sizes))
+    for name in ("conv1d", "dt_bias", "A_log", "norm", "out_proj"):
+        new[name] = module[name]
+    keys, values = module.head_k_dim, module.num_v_heads // module.num_k_heads * module.head_v_dim
+    q, k, v, z = interleaved([keys, keys, values, values], module.num_k_heads)
+    b, a = interleaved([module.num_v_heads // module.num_k_heads] * 2, module.num_k_heads)
+    new.in_proj_qkv, new.in_proj_z = rows_of(module.in_proj_qkvz, q + k + v), rows_of(module.in_proj_qkvz, z)
+    new.in_proj_b, new.in_proj_a = rows_of(module.in_proj_ba, b), rows_of(module.in_proj_ba, a)
+    return new
+
+
+def interleaved(sizes: list[int], groups: int) -> list[list[int]]:
+    """Return, for each part, the places of its numbers where every group holds ``sizes`` of all parts in turn."""
+    each, parts, begin = sum(sizes), [], 0
+    for size in sizes:
+        parts.append([group * each + begin + i for group in range(groups) for i in range(size)])
+        begin += size
+    return parts
+
+
+def rows_of(module: Any, index: list[int]) -> Any:
+    """Return a linear module with the output rows ``index`` of another, quantised or not."""
+    part = copy.copy(module)
+    part.update({name: value[mx.array(index)] for name, value in module.parameters().items()})
+    return part

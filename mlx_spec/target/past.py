@@ -1,0 +1,146 @@
+"""What came before the rows of a pass: the pages and the recurrent states of its sequences."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans
+from mlx_spec.errors import PositionError
+
+# Rows of a sequence that a recurrent layer takes at a time; prompts are cut into pieces of so many.
+PIECE_ROWS = 32
+
+
+class Held(NamedTuple):
+    """What one recurrent layer holds of P sequences: their states, and R rows behind these.
+
+    state: float32 [P, Hv, Dv, Dk]. conv_state: [P, W - 1, C], the convolution's last inputs. projected: [R, N],
+    the rows' projections. k: [R, Hk, Dk] and v: [R, Hv, Dv], what the convolution made of them.
+    """
+
+    state: mx.array
+    conv_state: mx.array
+    projected: mx.array
+    k: mx.array
+    v: mx.array
+
+    @staticmethod
+    def joined(parts: SequenceOf["Held"]) -> "Held":
+        """Lay states beside states and rows behind rows."""
+        return Held(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)))
+
+    @property
+    def rows(self) -> DeltaRows:
+        """The rows, as far as the state depends on them."""
+        return DeltaRows(self.k, self.v, self.projected, self.projected)
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The recurrent layers' past of one sequence: a state, and rows behind it that the next pass begins with.
+
+    layers: what each layer holds, immutable and mostly shared: by the sequences of one pass, by forks. slot: which
+    of the states. first, accepted: which of the rows belong to the sequence.
+    """
+
+    layers: tuple[Held, ...]
+    slot: int = 0
+    first: int = 0
+    accepted: int = 0
+
+    def without(self, count: int) -> "Recurrent":
+        """Forget the newest ``count`` rows. Raises PositionError when the state is already behind one of them."""
+        if count > self.accepted:
+            raise PositionError(
+                f"Recurrent layers can forget up to {self.accepted} of the newest rows, not {count}. "
+                "Fork a sequence before a pass that may have to be undone."
+            )
+        return replace(self, accepted=self.accepted - count)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for ``mx.eval``."""
+        return [array for held in self.layers for array in held]
+
+
+class Places(NamedTuple):
+    """Where each of S sequences stands in what layers hold, int32 [S] each: see Recurrent."""
+
+    slots: mx.array
+    first: mx.array
+    accepted: mx.array
+
+
+def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], Places]:
+    """Return what the layers hold of all these sequences, and where each of them stands in it.
+
+    Sequences that last ran in one pass share it already; then nothing is copied.
+    """
+    distinct = list({id(past.layers): past.layers for past in pasts}.values())
+    states, rows = {}, {}
+    slots = first = 0
+    for layers in distinct:
+        states[id(layers)], rows[id(layers)] = slots, first
+        slots, first = (slots + layers[0].state.shape[0], first + layers[0].k.shape[0]) if layers else (0, 0)
+    places = Places(
+        _int32([states[id(past.layers)] + past.slot for past in pasts]),
+        _int32([rows[id(past.layers)] + past.first for past in pasts]),
+        _int32([past.accepted for past in pasts]),
+    )
+    if len(distinct) == 1:
+        return distinct[0], places
+    return tuple(Held.joined(parts) for parts in zip(*distinct, strict=True)), places
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Up to PIECE_ROWS rows of each sequence of a pass: their numbers in the pass, and the sequences' spans."""
+
+    index: mx.array
+    spans: RowSpans
+
+
+@lru_cache(maxsize=1024)
+def pieces_of(counts: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Cut the rows of sequences, one behind another, ``counts`` of each, into pieces."""
+    starts, pieces = running(counts), []
+    for begin in range(0, max(counts), PIECE_ROWS):
+        size = tuple(min(max(count - begin, 0), PIECE_ROWS) for count in counts)
+        index = [start + begin + i for start, rows in zip(starts, size, strict=True) for i in range(rows)]
+        spans = RowSpans(_int32(running(size)), _int32(size), max(size))
+        pieces.append(Piece(_int32(index), spans))
+    return tuple(pieces)
+
+
+def is_prompt(counts: tuple[int, ...]) -> bool:
+    """Whether rows are a prompt, which becomes part of its sequence as a whole, or rows to be verified."""
+    return max(counts) > MAX_ROWS
+
+
+def running(counts: SequenceOf[int]) -> tuple[int, ...]:
+    """Return the sum of the counts before each."""
+    return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the rows of a pass stand behind, for all of its sequences.
+
+    positions: int32 [R], of the rows. cached, pool: the pages, for attention layers. held: by each recurrent
+    layer. slots, accepted: where the sequences stand in it. pieces: the rows as recurrent layers take them.
+    """
+
+    positions: mx.array
+    cached: Cached
+    pool: mx.array
+    held: tuple[Held, ...]
+    slots: mx.array
+    accepted: RowSpans
+    pieces: tuple[Piece, ...]
+
+
+def _int32(values: SequenceOf[int]) -> mx.array:
+    return mx.array(list(values), dtype=mx.int32)

@@ -1,0 +1,114 @@
+"""Writes tiny random hybrid checkpoints by Hugging Face transformers, and the logits that it computes from them.
+
+    pip install transformers torch
+    cd tests && python -m oracles.write_transformers
+
+The folders that it writes are in the repository, so that the tests need neither package. Weights are stored in
+bfloat16; the logits are those of a float32 model with these weights.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent / "transformers"
+TOKENS = 70
+TEXT: dict[str, Any] = dict(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    max_position_embeddings=128,
+)
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24
+)
+ROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+MROPE = dict(ROPE, mrope_section=[2, 1, 1], mrope_interleaved=True)
+VISION: dict[str, Any] = dict(
+    depth=1,
+    hidden_size=8,
+    num_heads=1,
+    intermediate_size=8,
+    out_hidden_size=32,
+    patch_size=2,
+    temporal_patch_size=1,
+    num_position_embeddings=4,
+)
+
+
+def models() -> dict[str, Any]:
+    """Build one model of each family: vision models, as published, where the family is one."""
+    import transformers as hf
+
+    dense = hf.Qwen3_5Config(text_config=dict(TEXT, rope_parameters=MROPE), vision_config=VISION)
+    experts = hf.Qwen3_5MoeConfig(text_config=dict(TEXT, **EXPERTS, rope_parameters=MROPE), vision_config=VISION)
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    following = hf.Qwen3NextConfig(
+        **{**TEXT, **heads, **EXPERTS}, rope_parameters=ROPE, mlp_only_layers=[1], tie_word_embeddings=True
+    )
+    return {
+        "qwen3_5": hf.Qwen3_5ForConditionalGeneration(dense),
+        "qwen3_5_moe": hf.Qwen3_5MoeForConditionalGeneration(experts),
+        "qwen3_next": hf.Qwen3NextForCausalLM(following),
+    }
+
+
+def randomise(model: Any) -> None:
+    """Draw all weights, norms included, so that each of them matters; in numbers that bfloat16 holds."""
+    import torch
+
+    for name, weight in model.named_parameters():
+        drawn = torch.randn(weight.shape) * 0.2
+        if name.endswith("A_log"):
+            drawn = torch.log(0.01 + 0.3 * torch.rand(weight.shape))
+        elif weight.ndim == 1:
+            # Steps of 1/64, so that bfloat16 also holds 1 + w: mlx-lm keeps the norms of most layers that way.
+            drawn = torch.round(16 * torch.randn(weight.shape)) / 64
+        if name.endswith("linear_attn.norm.weight"):
+            drawn = 1 + drawn
+        weight.data = drawn.bfloat16().float()
+
+
+def write(name: str, model: Any) -> None:
+    """Write one folder: the checkpoint as transformers saves it, tokens and their logits."""
+    import torch
+
+    randomise(model)
+    model.eval()
+    tokens = torch.randint(0, TEXT["vocab_size"], (1, TOKENS))
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits[0]
+    folder = HERE / name
+    # The experts of qwen3_next are published one by one, those of qwen3_5_moe fused.
+    model.bfloat16().save_pretrained(folder, save_original_format=name != "qwen3_5_moe")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if name == "qwen3_next":
+        # Where published configurations, which are older, have them.
+        path = folder / "config.json"
+        older = {key: ROPE[key] for key in ("rope_theta", "partial_rotary_factor")}
+        path.write_text(json.dumps(json.loads(path.read_text()) | older, indent=2) + "\n")
+    np.savez_compressed(folder / "expected.npz", tokens=tokens[0].numpy(), logits=logits.numpy())
+    print(name, sum(path.stat().st_size for path in folder.iterdir()), "bytes", logits.std().item())
+
+
+def main() -> None:
+    """Write all folders."""
+    import torch
+
+    torch.manual_seed(0)
+    for name, model in models().items():
+        write(name, model)
+
+
+if __name__ == "__main__":
+    main()

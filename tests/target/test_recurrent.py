@@ -1,0 +1,281 @@
+"""Recurrent state: exact behind every number of accepted rows, forked and rewound with its sequence.
+
+bfloat16, which the CPU computes row by row alike; "equal" is bit for bit.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from emulator import launcher
+from tiny_models import HYBRIDS, tiny_target
+
+import mlx_spec.target.target
+from metal_kernels.implementations import using
+from metal_kernels.launch import launching, noting_launches
+from mlx_spec.errors import PositionError
+from mlx_spec.target import Pass, Sequence, Target
+from mlx_spec.target.past import PIECE_ROWS, pieces_of
+
+TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 90, 240)]
+PROMPT = 45
+
+hybrids = pytest.mark.parametrize("family", HYBRIDS)
+
+
+@cache
+def target_of(family: str) -> Target:
+    # Room for the sequences of all tests, which nobody frees.
+    return tiny_target(family, max_kv_size=30000)
+
+
+def advance(target: Target, sequence: Sequence, tokens: list[int], accepted: int | None = None) -> Pass:
+    """Run rows and commit the first ``accepted`` of them, or all."""
+    rows = target.forward([(sequence, mx.array(tokens))])
+    target.commit(sequence, rows.rows(0, len(tokens) if accepted is None else accepted))
+    return rows
+
+
+def opened(target: Target, tokens: list[int], **options: int) -> Sequence:
+    sequence = target.open()
+    target.prefill(sequence, tokens, **options)
+    return sequence
+
+
+def one_by_one(target: Target, tokens: list[int]) -> Sequence:
+    """Prefill the prompt, then step row by row."""
+    sequence = opened(target, tokens[:PROMPT])
+    for token in tokens[PROMPT:]:
+        advance(target, sequence, [token])
+    return sequence
+
+
+def probe(target: Target, sequence: Sequence) -> list[mx.array]:
+    """Run two rows behind a sequence: what they give, and the states that they start from."""
+    rows = target.forward([(sequence, mx.array([7, 8]))])
+    states = [array for held in rows.recurrent[0].layers for array in (held.state, held.conv_state)]
+    return [rows.hidden, rows.kv, *states]
+
+
+def assert_alike(target: Target, one: Sequence, other: Sequence) -> None:
+    assert one.length == other.length
+    for a, b in zip(probe(target, one), probe(target, other), strict=True):
+        assert a.shape == b.shape and mx.array_equal(a, b)
+
+
+@hybrids
+def test_every_number_of_accepted_rows_gives_the_state_of_rows_one_by_one(family: str) -> None:
+    """0 to 16 of 16 rows, committed at once, or committed all and rewound."""
+    target = target_of(family)
+    stepped, start = opened(target, TOKENS[:PROMPT]), opened(target, TOKENS[:PROMPT])
+    block = target.forward([(start, mx.array(TOKENS[PROMPT : PROMPT + 16]))])
+    for count in range(17):
+        committed, rewound = start.fork(), start.fork()
+        target.commit(committed, block.rows(0, count))
+        target.commit(rewound, block)
+        rewound.rewind(PROMPT + count)
+        assert_alike(target, committed, stepped)
+        assert_alike(target, rewound, stepped)
+        advance(target, stepped, [TOKENS[PROMPT + count]])
+    assert start.length == PROMPT
+
+
+@hybrids
+def test_the_state_reaches_far_back(family: str) -> None:
+    """Else a state that is wrong would soon be right again, and no test above would see it."""
+    target = target_of(family)
+    other = opened(target, [TOKENS[0] + 1, *TOKENS[1:100]])
+    for a, b in zip(probe(target, opened(target, TOKENS[:100])), probe(target, other), strict=True):
+        assert a.ndim < 4 or not mx.array_equal(a, b)
+
+
+@hybrids
+def test_a_prompt_in_any_chunks_gives_the_state_of_rows_one_by_one(family: str) -> None:
+    """Up to 110 rows in a pass: the recurrent layers take them in pieces."""
+    target = target_of(family)
+    stepped = one_by_one(target, TOKENS[:110])
+    for step_size in (16, 33, 110):
+        assert_alike(target, opened(target, TOKENS[:110], step_size=step_size), stepped)
+
+
+def test_pieces_hold_every_row_once() -> None:
+    for counts in ((1,), (16,), (3, 5), (33,), (100, 2, 40), (1, 64)):
+        pieces = pieces_of(counts)
+        assert sorted(i for piece in pieces for i in piece.index.tolist()) == list(range(sum(counts)))
+        assert max(piece.spans.longest for piece in pieces) <= PIECE_ROWS
+        for sequence, count in enumerate(counts):
+            start, rows = sum(counts[:sequence]), []
+            for piece in pieces:
+                first, size = piece.spans.first[sequence].item(), piece.spans.count[sequence].item()
+                rows += piece.index.tolist()[first : first + size]
+            assert rows == list(range(start, start + count))
+
+
+@hybrids
+def test_sequences_of_a_long_pass_do_not_mix(family: str) -> None:
+    """Prompts of 70, 3 and 40 rows in one pass, the second behind rows of its own."""
+    target = target_of(family)
+    parts = [TOKENS[:70], TOKENS[100:110], TOKENS[150:190]]
+    sequences = [target.open(), opened(target, parts[1][:7]), target.open()]
+    new = [parts[0], parts[1][7:], parts[2]]
+    both = target.forward([(s, mx.array(tokens)) for s, tokens in zip(sequences, new, strict=True)])
+    for index, (sequence, tokens, rows) in enumerate(zip(sequences, parts, new, strict=True)):
+        alone = sequence.fork()
+        own = advance(target, alone, rows)
+        part = both.rows(index, len(rows))
+        assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
+        target.commit(sequence, part)
+        assert_alike(target, sequence, alone)
+        assert_alike(target, sequence, opened(target, tokens))
+
+
+@hybrids
+def test_branches_with_their_own_accepted_rows_go_on_together(family: str) -> None:
+    """Forks of one prefix, each accepting another number of rows; a stranger joins them, and one leaves."""
+    target, random = target_of(family), np.random.default_rng(3)
+    prefix = opened(target, TOKENS[:PROMPT])
+    branches = [prefix.fork() for _ in range(3)]
+    texts = [TOKENS[:PROMPT] for _ in branches]
+    for step in range(6):
+        if step == 2:
+            branches.append(opened(target, TOKENS[100:120]))
+            texts.append(TOKENS[100:120])
+        if step == 4:
+            del branches[0], texts[0]
+        drawn = [[int(t) for t in random.integers(0, 90, size)] for size in random.integers(1, 5, len(branches))]
+        rows = target.forward([(s, mx.array(t)) for s, t in zip(branches, drawn, strict=True)])
+        for index, (branch, tokens) in enumerate(zip(branches, drawn, strict=True)):
+            accepted = int(random.integers(0, len(tokens) + 1))
+            target.commit(branch, rows.rows(index, accepted))
+            texts[index] = texts[index] + tokens[:accepted]
+    for branch, text in zip(branches, texts, strict=True):
+        alone = opened(target, text[:20])
+        for token in text[20:]:
+            advance(target, alone, [token])
+        assert_alike(target, branch, alone)
+    assert_alike(target, prefix, opened(target, TOKENS[:PROMPT]))
+
+
+def test_a_rewind_that_is_not_possible_says_what_is_and_changes_nothing() -> None:
+    target = target_of("qwen3_5")
+    sequence = opened(target, TOKENS[:PROMPT])
+    snapshot = sequence.fork()
+    advance(target, sequence, TOKENS[PROMPT : PROMPT + 8], accepted=5)
+    with pytest.raises(PositionError, match="to position 44: .* from 50 to 45, or to 0. Fork the sequence"):
+        sequence.rewind(PROMPT - 1)
+    assert_alike(target, sequence, one_by_one(target, TOKENS[: PROMPT + 5]))
+    sequence.rewind(PROMPT + 2)
+    with pytest.raises(PositionError, match="position 48: the sequence holds 47"):
+        sequence.rewind(PROMPT + 3)
+    assert_alike(target, sequence, one_by_one(target, TOKENS[: PROMPT + 2]))
+    sequence.rewind(PROMPT)
+    assert_alike(target, sequence, snapshot)
+    sequence.rewind(0)
+    target.prefill(sequence, TOKENS[100:130])
+    assert_alike(target, sequence, opened(target, TOKENS[100:130]))
+
+
+def test_a_prompt_is_not_cut() -> None:
+    target = target_of("qwen3_5")
+    rows = target.forward([(target.open(), mx.array(TOKENS[:17]))])
+    with pytest.raises(PositionError, match="forget up to 0 of the newest rows, not 1"):
+        rows.rows(0, 16)
+
+
+def test_passes_behind_prompts_of_any_length_have_one_shape() -> None:
+    """Each shape is a graph of its own to compile."""
+    target = target_of("qwen3_5")
+    held = [opened(target, TOKENS[:count]).recurrent.layers[0] for count in (17, 40, 64, 101)]
+    assert len({tuple(array.shape for array in each) for each in held}) == 1
+
+
+def test_pages_hold_attention_layers_only() -> None:
+    target = target_of("qwen3_5")
+    assert target.pool.data.shape[1] == 1
+    assert target_of("qwen3_5_moe").pool.data.shape[1] == 2
+    assert target.forward([(target.open(), mx.array([1]))]).kv.shape[1] == 1
+
+
+class Lane:
+    """A conversation decoded greedily on one sequence, with drafts that are right for a while."""
+
+    def __init__(self, target: Target, depth: int, known: list[int] | None = None) -> None:
+        self.target, self.depth, self.known = target, depth, known or []
+        self.sequence, self.text = target.open(), []
+
+    def turn(self, prompt: list[int], count: int) -> None:
+        """Go on with a prompt, of which the last token is the first anchor, and say ``count`` tokens."""
+        self.text += prompt
+        self.target.prefill(self.sequence, self.text[self.sequence.length : -1], step_size=37)
+        end = len(self.text) + count
+        while len(self.text) < end:
+            self._round(end - len(self.text))
+
+    def _round(self, most: int) -> None:
+        at, right = len(self.text), self.sequence.length % 4
+        drafts = [token + (i >= right) for i, token in enumerate(self.known[at : at + self.depth])]
+        rows = self.target.forward([(self.sequence, mx.array([self.text[-1], *drafts]))])
+        said = mx.argmax(self.target.logits(rows.hidden), axis=-1).tolist()
+        agreed = next((i for i, draft in enumerate(drafts) if draft != said[i]), len(drafts))
+        # As by a stop token or a limit: what is said behind the end is not committed.
+        emitted = said[: min(agreed + 1, most)]
+        self.target.commit(self.sequence, rows.rows(0, len(emitted)))
+        self.text += emitted
+
+
+@hybrids
+def test_three_turns_on_one_sequence(family: str) -> None:
+    """The same conversation with and without drafts, and from a fork that was taken before the last turn."""
+    target = target_of(family)
+    turns = [(TOKENS[:50], 17), (TOKENS[60:63], 9), (TOKENS[70:140], 14)]
+    plain = Lane(target, 0)
+    for prompt, count in turns:
+        plain.turn(prompt, count)
+    assert len(set(plain.text)) > 20
+    lane, again = Lane(target, 6, plain.text), Lane(target, 3, plain.text)
+    for prompt, count in turns[:2]:
+        lane.turn(prompt, count)
+    again.sequence, again.text = lane.sequence.fork(), list(lane.text)
+    lane.turn(*turns[2])
+    again.turn(*turns[2])
+    assert lane.text == again.text == plain.text
+    assert_alike(target, lane.sequence, plain.sequence)
+    assert_alike(target, again.sequence, plain.sequence)
+
+
+def test_a_compiled_pass_takes_and_gives_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where another number of rows is another graph, and another number of accepted rows is not."""
+    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    compiled = tiny_target("qwen3_5", mx.float32)
+    sequence = compiled.open()
+    for count, accepted in ((1, 1), (8, 3), (8, 8), (8, 0), (2, 1), (16, 5), (8, 6)):
+        advance(compiled, sequence, TOKENS[sequence.length :][:count], accepted)
+    assert len(compiled._compiled) == 4
+    got = probe(compiled, sequence)
+    monkeypatch.undo()
+    target = tiny_target("qwen3_5", mx.float32)
+    for a, b in zip(got, probe(target, opened(target, TOKENS[:24])), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_agree_with_operations_of_mlx() -> None:
+    """The Metal text of all kernels of a pass, run by the emulator: a prompt in pieces, then a partial commit."""
+    results = []
+    for wrapped in (launching(lambda kernel: launcher(kernel, check=False)), nullcontext()):
+        target = tiny_target("qwen3_next", mx.float32, bits=4)
+        with wrapped:
+            sequence = opened(target, TOKENS[:40])
+            advance(target, sequence, TOKENS[40:46], accepted=4)
+            results.append(probe(target, sequence))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-4, atol=1e-4)
+
+
+def test_recurrent_layers_keep_their_kernels_when_exactness_is_turned_off() -> None:
+    target = target_of("qwen3_5")
+    with launching(lambda kernel: launcher(kernel, check=False)), using("stock"), noting_launches() as launched:
+        opened(target, TOKENS[:20])
+    names = {kernel.name for kernel in launched}
+    assert names == {f"{name}_{verb}" for name in ("causal_conv", "gated_delta") for verb in ("advance", "replay")}

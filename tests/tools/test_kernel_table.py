@@ -1,0 +1,49 @@
+"""The table of verify passes, on small shapes of the families in it."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import tiny_model
+
+from tools import kernel_table, random_models
+
+SMALL = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    vocab_size=512,
+)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3.5-27B"])
+def test_a_model_is_timed_both_ways_and_its_rows_compared(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(random_models.CONFIGS, name, random_models.CONFIGS[name] | SMALL)
+    options = "--layers 4 --rows 1 3 --context 40 --repeats 2 --json"
+    monkeypatch.setattr("sys.argv", ["kernel_table", "--models", name, *options.split()])
+    kernel_table.main()
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["equal_rows"] == list(range(1, 17))
+    for lane in ("stock_ms", "our_ms"):
+        assert set(result[lane]) == {"1", "3"} and min(result[lane].values()) > 0
+
+
+def test_a_recurrent_cache_is_taken_back() -> None:
+    """A timed pass of mlx-lm must find the context that the one before it found."""
+    model, tokens = tiny_model("qwen3_5"), mx.array([[5, 6, 7]])
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3, 4]]), cache=cache)
+    before = kernel_table.recurrent_states(cache)
+    first = model(tokens, cache=cache)
+    assert not mx.array_equal(before[0][1], kernel_table.recurrent_states(cache)[0][1])
+    kernel_table.rewind(cache, 3, before)
+    assert mx.array_equal(model(tokens, cache=cache), first)
