@@ -30,6 +30,7 @@ from mlx_spec.exactness import OFF, checked_exactness
 from mlx_spec.head_check import check_wiring
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
+from mlx_spec.target.target import text_config
 
 DEMO, MTP = "demo", "mtp"
 # Rows of the largest pass that exactness is checked with where there is no drafter.
@@ -112,7 +113,7 @@ def ships_head(folder: Path, config: dict[str, Any], name: str) -> bool:
 
 def layers_of(config: dict[str, Any]) -> int:
     """Return the number of decoder layers that a ``config.json`` states, 0 where it states none."""
-    return int((config.get("text_config") or config).get("num_hidden_layers") or 0)
+    return int(text_config(config).get("num_hidden_layers") or 0)
 
 
 def load_drafter(

@@ -102,7 +102,7 @@ def test_of_a_repo_only_the_files_with_the_head_are_fetched(
 
     monkeypatch.setattr(models, "snapshot_download", snapshot)
     engine, _ = load(str(model), "owner/original")
-    assert drafter_of(engine).rows.gated is False
+    assert drafter_of(engine).rows.attention.gated is False
     files = ["config.json", "model.safetensors.index.json"]
     assert asked == [files, [*files, "model-00002-of-2.safetensors"]]
 

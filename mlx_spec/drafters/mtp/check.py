@@ -102,7 +102,7 @@ def shifted(rows: HeadRows, by: float) -> HeadRows:
     def other(norm: Norm) -> Norm:
         return Norm(norm.weight + by, norm.eps)
 
-    qk_norm = rows.qk_norm and (rows.qk_norm[0] + by, rows.qk_norm[1] + by)
+    qk_norm = rows.attention.qk_norm and (rows.attention.qk_norm[0] + by, rows.attention.qk_norm[1] + by)
     return replace(
         rows,
         norm_embedding=other(rows.norm_embedding),
@@ -110,5 +110,5 @@ def shifted(rows: HeadRows, by: float) -> HeadRows:
         input_norm=other(rows.input_norm),
         post_norm=other(rows.post_norm),
         norm=other(rows.norm),
-        qk_norm=qk_norm,
+        attention=replace(rows.attention, qk_norm=qk_norm),
     )

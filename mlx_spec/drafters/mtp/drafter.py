@@ -76,7 +76,7 @@ class MTPDrafter:
         self._embed = embed or target.embed
         width = rows.norm_embedding.weight.size
         self._nothing = mx.zeros((0, width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
-        shape = (1, PAGE_SLOTS, 1, 2, rows.kv_heads, rows.head_dim)
+        shape = (1, PAGE_SLOTS, 1, 2, rows.attention.kv_heads, rows.attention.head_dim)
         empty = mx.zeros((1, 1), dtype=mx.int32), mx.zeros((1,), dtype=mx.int32)
         self._no_context = mx.zeros(shape, dtype=target.dtype), *empty
 
@@ -174,7 +174,7 @@ class MTPDrafter:
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         cached = Cached(pages, length, (queries.shape[0],))
         return attention_rows(
-            queries, keys, values, pool, 0, cached, scale=self.rows.head_dim**-0.5, slot_major=True
+            queries, keys, values, pool, 0, cached, scale=self.rows.attention.scale, slot_major=True
         )
 
     def _pick(self, hidden: mx.array, position: int, choose: Choose) -> "Picked":

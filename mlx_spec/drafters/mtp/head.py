@@ -16,11 +16,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import _get_classes
 
-from metal_kernels import Linear, Rope, linear_rows, qkv_norm_rope, rope_frequencies
+from metal_kernels import Linear, linear_rows
 from mlx_spec.drafters.mtp.contract import Contract
-from mlx_spec.errors import UnsupportedModel
-from mlx_spec.target.families import FeedForward, family_of
-from mlx_spec.target.layers import Norm
+from mlx_spec.target.families import Family, FeedForward
+from mlx_spec.target.layers import Attention, Layer, Norm
 
 
 class MTPHead(nn.Module):
@@ -33,7 +32,8 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [decoder_layer(config)]
+        one = one_layer(config)
+        self.args, self.layers = one.args, [one.layers[0]]
         self.norm = nn.RMSNorm(width, eps=eps)
 
 
@@ -47,8 +47,8 @@ def pack_head(head: MTPHead, group_size: int, bits: int, mode: str = "affine") -
     nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
 
 
-def decoder_layer(config: dict[str, Any]) -> nn.Module:
-    """Return one full-attention layer as mlx-lm builds it for a model, with experts where the model has them."""
+def one_layer(config: dict[str, Any]) -> Any:
+    """Return a model as mlx-lm builds it, of one full-attention layer, with experts where the model has them."""
     one = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
@@ -57,65 +57,43 @@ def decoder_layer(config: dict[str, Any]) -> nn.Module:
         "mlp_only_layers": [],
     }
     model_class, args_class = _get_classes(config)
-    return model_class(args_class.from_dict({**config, **one})).layers[0]
+    model = model_class(args_class.from_dict({**config, **one}))
+    return getattr(model, "language_model", model)
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The forward of a head over rows, as one contract wires it.
-
-    qkv: the three projections, side by side; gated: each query head is followed by the gate of its output.
-    qk_norm: weights [D] of the query and key norms, or None.
-    """
+    """The forward of a head over rows, as one contract wires it."""
 
     contract: Contract
     norm_embedding: Norm
     norm_hidden: Norm
     fc: Linear
     input_norm: Norm
-    qkv: tuple[Linear, ...]
-    qk_norm: tuple[mx.array, mx.array] | None
-    rope: Rope
-    output: Linear
+    attention: Attention
     post_norm: Norm
     feed_forward: FeedForward
     norm: Norm
-    heads: int
-    kv_heads: int
-    head_dim: int
-    gated: bool
 
     @staticmethod
-    def of(head: MTPHead, contract: Contract, config: dict[str, Any], name: str) -> "HeadRows":
+    def of(head: MTPHead, contract: Contract, family: Family, name: str) -> "HeadRows":
         """Read a loaded head; its modules become views of joined weights.
 
         Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
         """
-        layer, attention = head.layers[0], head.layers[0].self_attn
-        heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
-        try:
-            qkv = Linear.joined([attention.q_proj, attention.k_proj, attention.v_proj])
-            head_dim = Linear.of(attention.v_proj).size // kv_heads
-            return HeadRows(
-                contract,
-                Norm.of(head.pre_fc_norm_embedding),
-                Norm.of(head.pre_fc_norm_hidden),
-                Linear.of(head.fc),
-                Norm.of(layer.input_layernorm),
-                qkv,
-                (attention.q_norm.weight, attention.k_norm.weight) if "q_norm" in attention else None,
-                rope_frequencies(attention.rope),
-                Linear.of(attention.o_proj),
-                Norm.of(layer.post_attention_layernorm),
-                family_of(config, name).feed_forward(layer.mlp),
-                Norm.of(head.norm),
-                heads,
-                kv_heads,
-                head_dim,
-                Linear.of(attention.q_proj).size == 2 * heads * head_dim,
-            )
-        except (TypeError, ValueError) as error:
-            raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
+        layer = Layer.of(head.layers[0], family, head.args, 0, None, name)
+        assert isinstance(layer.mixer, Attention)
+        return HeadRows(
+            contract,
+            Norm.of(head.pre_fc_norm_embedding),
+            Norm.of(head.pre_fc_norm_hidden),
+            Linear.of(head.fc),
+            layer.input_norm,
+            layer.mixer,
+            layer.post_norm,
+            layer.feed_forward,
+            Norm.of(head.norm),
+        )
 
     def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> "Entered":
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
@@ -123,28 +101,14 @@ class HeadRows:
         if self.contract.hidden_first:
             parts.reverse()
         fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
-        projected = linear_rows(self.input_norm(fused), self.qkv)
-        queries, keys_values = qkv_norm_rope(
-            projected,
-            self.qk_norm,
-            positions,
-            self.rope,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            eps=self.input_norm.eps,
-            gated=self.gated,
-        )
-        return Entered(fused, projected, queries, keys_values)
+        return Entered(fused, *self.attention.project(self.input_norm(fused), positions))
 
     def leave(self, row: "Entered", attended: mx.array) -> tuple[mx.array, mx.array]:
         """Finish rows behind attention, whose output is [R, H, D].
 
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
-        if self.gated:
-            pairs = row.projected[:, : 2 * attended.size // attended.shape[0]].reshape(*attended.shape[:2], 2, -1)
-            attended = attended * mx.sigmoid(pairs[:, :, 1])
-        x = linear_rows(attended.reshape(attended.shape[0], -1), self.output, residual=row.fused)
+        x = self.attention.finish(row.projected, attended, row.fused)
         x = self.feed_forward(self.post_norm(x), x)
         normed = self.norm(x)
         return normed, normed if self.contract.recycles_normed else x

@@ -47,7 +47,7 @@ def load_mtp(
     if raw is None:
         raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
     contract, config = contract_of(raw, name), layer_config(raw)
-    family_of(config, name)
+    family = family_of(config, name)
     files = head_files(place, contract, target.num_layers, name)
     tensors = head_tensors(read_files(files, name), contract, target.num_layers, name)
     if not tensors:
@@ -61,7 +61,7 @@ def load_mtp(
     elif packing is not None and not any(key.endswith(".scales") for key in tensors):
         pack_head(head, **packing)
     scores = draft_head(head, target, d2t, draft_ids, name)
-    return MTPDrafter(HeadRows.of(head, contract, config, name), target, scores, head.get("embed_tokens"))
+    return MTPDrafter(HeadRows.of(head, contract, family, name), target, scores, head.get("embed_tokens"))
 
 
 def no_head(name: str) -> str:
