@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +12,7 @@ from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.accept import AcceptRule, rule_for
 from mlx_spec.drafters.base import Committed, Drafter, Proposal
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
-from mlx_spec.policy import CostAware, Costs, DepthPolicy, FixedDepth
+from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
 from mlx_spec.sampling import Sampling
 from mlx_spec.statistics import NOT_CHECKED, Exactness, Statistics
 from mlx_spec.target import Pass, Target
@@ -29,14 +29,14 @@ class Request:
     """What to generate, as plain data.
 
     prompt: token ids, at least one. max_tokens: -1 for no limit but the context. num_draft_tokens: None lets
-    measured costs decide, 0 is plain decoding. eos_token_ids end the text.
+    measured costs decide, "adaptive" the rounds before, 0 is plain decoding. eos_token_ids end the text.
     is_end: called with each new token in order; true ends the text with that token (stop strings, say).
     on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis.
     """
 
     prompt: Sequence[int]
     max_tokens: int = 256
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int | Literal["adaptive"] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     eos_token_ids: frozenset[int] = frozenset()
     prefill_step_size: int = 512
@@ -156,10 +156,10 @@ class Engine:
         started = time.perf_counter()
         statistics, request, history = generation.statistics, generation.request, generation.tokens
         generation.sequence.require(1)
-        depth = self._depth(generation)
+        proposal = self._propose(generation, self._depth(generation))
+        depth = proposal.tokens.size
         timed = depth > 0 and statistics.rounds % TIMED_EVERY == 0
 
-        proposal = self._propose(generation, depth)
         draft_seconds = wait(proposal.tokens) if timed else 0.0
         mx.async_eval(proposal.tokens)
         rows = mx.concatenate([mx.array(history[-1:], dtype=mx.int32), proposal.tokens])
@@ -201,8 +201,12 @@ class Engine:
             )
         request.sampling.check_vocabulary(vocab)
 
-    def _policy(self, count: int | None) -> DepthPolicy:
+    def _policy(self, count: int | Literal["adaptive"] | None) -> DepthPolicy:
         most = self.drafter.max_draft if self.drafter else 0
+        if count == "adaptive":
+            return Adaptive(most) if most else FixedDepth(0)
+        if isinstance(count, str):
+            raise RequestError(f"num_draft_tokens is {count!r}; it takes a number, 'adaptive', or None.")
         if count is not None and not 0 <= count <= most:
             what = f"this drafter drafts at most {most} tokens" if most else "there is no drafter"
             raise RequestError(f"num_draft_tokens is {count}, but {what}.")

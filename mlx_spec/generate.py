@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -32,7 +32,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        help="folder or repo of a DFlash or DFlash 2 drafter; auto: the one that comes with the model; none",
+        help="folder or repo of a DFlash or DFlash 2 drafter or of an MTP head; mtp: the head that comes with the "
+        "model; auto: the drafter that comes with it, if any (default); none",
     )
     add("--prompt", "-p", default="hello", help="the message; - reads it from standard input")
     add("--system-prompt", help="system message of the chat template")
@@ -60,8 +61,10 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add(
         "--draft-tokens",
         default="auto",
-        help="tokens to draft a round; auto chooses by measured costs, 0 is plain decoding (default: auto)",
+        help="tokens to draft a round; auto chooses by measured costs (default), adaptive goes up and down with "
+        "acceptance, 0 is plain decoding",
     )
+    add("--draft-vocab", type=int, metavar="N", help="draft with an MTP head from the N most frequent tokens only")
     add(
         "--accept",
         choices=("coupled", "rejection"),
@@ -112,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     engine, tokenizer = load(
         args.model,
         drafter,
+        draft_vocab=args.draft_vocab if drafter else None,
         exact=args.exact == "on",
         max_kv_size=args.max_kv_size,
         progress=sys.stderr.isatty(),
@@ -151,12 +155,14 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def draft_tokens(text: str) -> int | None:
+def draft_tokens(text: str) -> int | Literal["adaptive"] | None:
     """Read --draft-tokens. Raises RequestError."""
     if text == "auto":
         return None
+    if text == "adaptive":
+        return "adaptive"
     if not text.isdecimal():
-        raise RequestError(f"--draft-tokens takes auto or a number from 0 on, not {text!r}.")
+        raise RequestError(f"--draft-tokens takes auto, adaptive or a number from 0 on, not {text!r}.")
     return int(text)
 
 

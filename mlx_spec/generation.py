@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -43,7 +43,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     *,
     max_tokens: int = 256,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | Literal["adaptive"] | None = None,
     stop: str | Sequence[str] = (),
     prefill_step_size: int = 512,
     prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
@@ -53,8 +53,9 @@ def stream_generate(
     """Generate from a prompt, token by token.
 
     engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
-    max_tokens: -1 for no limit. num_draft_tokens: None lets measured costs decide, 0 is plain decoding. stop: text
-    that ends the generation and is not returned. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
+    max_tokens: -1 for no limit. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
+    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. stop: text that ends the
+    generation and is not returned. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
     seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
     Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """

@@ -1,6 +1,7 @@
 """From names to loaded models: the target, its tokenizer and its drafter."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,17 +15,24 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
-from mlx_spec.demo import DRAFTER_FOLDER
+from mlx_spec.demo import DRAFTER_FOLDER, MTP_FOLDER
 from mlx_spec.demo.model import demo_model_folder
+from mlx_spec.draft_vocabulary import frequent_tokens
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.mtp.contract import contract_of
+from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.mtp.load import load_mtp, no_head, packing_of
+from mlx_spec.drafters.mtp.source import INDEX, head_files, indexed_files, is_mtp, read_index
 from mlx_spec.engine import Engine
-from mlx_spec.errors import DownloadError, ModelError
+from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, RequestError
 from mlx_spec.exactness import OFF, checked_exactness
+from mlx_spec.head_check import check_wiring
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
+from mlx_spec.target.target import text_config
 
-DEMO = "demo"
+DEMO, MTP = "demo", "mtp"
 # Rows of the largest pass that exactness is checked with where there is no drafter.
 DEFAULT_ROWS = 8
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -34,6 +42,7 @@ def load(
     model: str,
     drafter: str | None = "auto",
     *,
+    draft_vocab: int | Sequence[int] | None = None,
     exact: bool = True,
     max_kv_size: int | None = None,
     tokenizer_config: dict[str, Any] | None = None,
@@ -42,8 +51,9 @@ def load(
     """Load a target with its drafter, and return the engine and the tokenizer.
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
-    a DFlash or DFlash 2 checkpoint; "auto" takes the one that mlx_spec brings for the model, if any; None takes
-    none.
+    a DFlash or DFlash 2 checkpoint or of an MTP head, or a file that holds such a head; "mtp" for the head that
+    comes with the model; "auto" for the drafter that comes with it, if any; None for none.
+    draft_vocab: draft with an MTP head from so many of the most frequent tokens, or from these token ids.
     exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
     statistics say whether they were equal. False takes MLX's own operations for all work, where these are faster:
     then a row's rounding may depend on the rows beside it, and texts part from plain decoding at near ties.
@@ -64,11 +74,20 @@ def load(
     loaded = fit_to_machine(loaded)
     target = Target(loaded, config, model, max_kv_size)
     name = drafter_name(model, drafter)
-    bound = None if name is None else load_drafter(name, target, progress)
+    if drafter == "auto" and name is None and ships_head(folder, config, model):
+        name = MTP
+    bound, label = None, ""
+    if name is not None:
+        place = MTP_FOLDER if (model, name) == (DEMO, MTP) else folder if name == MTP else None
+        ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
+        bound = load_drafter(name, target, progress, place=place, model_config=config, draft_ids=ids)
+        label = name if ids is None else f"{name}, {len(ids)} draft tokens"
     with using(kernels):
-        costs = None if name is None or bound is None else measured_costs(target, bound, name)
+        costs = None if bound is None else measured_costs(target, bound, label)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
         exactness = checked_exactness(target, most_rows) if exact else OFF
+        if isinstance(bound, MTPDrafter):
+            check_wiring(target, bound, tokenizer, label)
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 
 
@@ -87,9 +106,68 @@ def drafter_name(model: str, drafter: str | None) -> str | None:
     return drafter
 
 
-def load_drafter(name: str, target: Target, progress: bool = False) -> Drafter:
-    """Load a drafter for a target. Raises DrafterMismatch or DownloadError."""
-    return load_dflash2(resolve(name, progress), target, name, unpack=on_cpu())
+def ships_head(folder: Path, config: dict[str, Any], name: str) -> bool:
+    """Whether an MTP head lies in a model's folder."""
+    return bool(head_files(folder, contract_of(config, name), layers_of(config), name))
+
+
+def layers_of(config: dict[str, Any]) -> int:
+    """Return the number of decoder layers that a ``config.json`` states, 0 where it states none."""
+    return int(text_config(config).get("num_hidden_layers") or 0)
+
+
+def load_drafter(
+    name: str,
+    target: Target,
+    progress: bool = False,
+    *,
+    place: Path | None = None,
+    model_config: dict[str, Any] | None = None,
+    draft_ids: Sequence[int] | None = None,
+) -> Drafter:
+    """Load a drafter for a target.
+
+    place: where it is known to lie; else ``name`` says it. model_config: the target's ``config.json``, for an MTP
+    head without one. draft_ids: ascending token ids to draft from. Raises DrafterMismatch or DownloadError.
+    """
+    place = place or resolve_drafter(name, progress)
+    config = read_config(place, name, "drafter", DrafterMismatch) if has_config(place) else model_config or {}
+    if name == MTP or is_mtp(place, config, target.num_layers, name):
+        what = target.name if name == MTP else name
+        options: dict[str, Any] = {"model_config": model_config, "draft_ids": draft_ids}
+        return load_mtp(place, target, what, unpack=on_cpu(), packing=packing_of(model_config or {}), **options)
+    if draft_ids is not None:
+        raise RequestError(f"draft_vocab is for MTP heads; {name} brings its own draft vocabulary.")
+    return load_dflash2(place, target, name, unpack=on_cpu())
+
+
+def has_config(place: Path) -> bool:
+    """Whether a drafter comes with a ``config.json`` of its own."""
+    return (place / "config.json").is_file()
+
+
+def resolve_drafter(name: str, progress: bool = False) -> Path:
+    """Return the file or folder of a drafter, fetched when needed.
+
+    Of a repo that holds a whole model only the files with its MTP head are fetched. Raises DownloadError, or
+    DrafterMismatch for a model without a head.
+    """
+    if Path(name).expanduser().is_file():
+        return Path(name).expanduser()
+    if Path(name).expanduser().is_dir() or not is_repo(name):
+        return resolve(name, progress)
+    folder = fetch(name, ["config.json", INDEX])
+    shards = read_index(folder / INDEX, name)
+    if not shards:
+        return resolve(name, progress)
+    config = read_config(folder, name, "drafter", DrafterMismatch)
+    files = indexed_files(shards, contract_of(config, name), layers_of(config))
+    if files:
+        return fetch(name, ["config.json", INDEX, *files])
+    is_model = any("model.embed_tokens." in tensor for tensor in shards)
+    if is_model and not config.keys() & {"dflash_config", "speculators_model_type"}:
+        raise DrafterMismatch(no_head(name))
+    return resolve(name, progress)
 
 
 def resolve(name: str, progress: bool = False) -> Path:
@@ -102,10 +180,20 @@ def resolve(name: str, progress: bool = False) -> Path:
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         return folder
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if not is_repo(name):
         raise DownloadError(f"{name!r} is neither a folder nor a Hugging Face repo (owner/name).")
+    return fetch(name, FILES)
+
+
+def is_repo(name: str) -> bool:
+    """Whether a name has the form of a Hugging Face repo."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def fetch(name: str, patterns: list[str]) -> Path:
+    """Return the folder of a repo, with the files that match. Raises DownloadError."""
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -49,6 +49,35 @@ class FixedDepth:
         return f"fixed at {self.count}"
 
 
+@dataclass
+class Adaptive:
+    """One deeper after a round whose drafts all stood, one shallower after a round in which none did.
+
+    It needs no measured costs, and begins at ``count``.
+    """
+
+    max_depth: int
+    count: int = 3
+
+    def __post_init__(self) -> None:
+        self.count = min(self.count, self.max_depth)
+
+    def depth(self) -> int:
+        """Return the depth of the next round."""
+        return self.count
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Grow or shrink, between one and the most; a round cut short by its end says nothing."""
+        if drafted == self.count:
+            step = (accepted == drafted) - (accepted == 0)
+            self.count = max(1, min(self.count + step, self.max_depth))
+
+    @property
+    def reason(self) -> str:
+        """Name the depth that it came to."""
+        return f"adaptive, at {self.count}"
+
+
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds on this machine: ``verify[r]`` of a pass over r rows, ``draft[k]`` of drafting k tokens.

@@ -98,8 +98,9 @@ class ScriptedDrafter:
         drawn = None if any(p is None for p in probabilities) else mx.stack(probabilities)
         return Proposal(mx.stack(chosen).astype(mx.int32), mx.stack(candidates), drawn)
 
-    def rewind(self, state: ScriptedState, position: int) -> None:
+    def rewind(self, state: ScriptedState, position: int) -> int:
         del state.tokens[position:]
+        return len(state.tokens)
 
     def _drafted(self, proposal: int, index: int, position: int) -> int:
         right = self.text[position] if position < len(self.text) else 0

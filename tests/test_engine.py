@@ -143,6 +143,7 @@ def test_one_token_is_a_prompt() -> None:
         ({"max_tokens": 0}, RequestError, "max_tokens must be positive, or -1 for no limit, not 0"),
         ({"max_tokens": -2}, RequestError, "max_tokens must be positive, or -1 for no limit, not -2"),
         ({"num_draft_tokens": 8}, RequestError, "num_draft_tokens is 8, but this drafter drafts at most 7 tokens"),
+        ({"num_draft_tokens": "most"}, RequestError, "num_draft_tokens is 'most'; it takes a number, 'adaptive'"),
         ({"num_draft_tokens": -1}, RequestError, "num_draft_tokens is -1, but this drafter drafts at most 7"),
         ({"prefill_step_size": 0}, RequestError, "prefill_step_size must be at least 1, not 0"),
         ({"sampling": Sampling(logit_bias={99: 1.0})}, RequestError, r"logit_bias names tokens \[99\]"),

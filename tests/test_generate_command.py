@@ -124,7 +124,9 @@ def test_the_prompt_may_come_from_standard_input(model: str, capsys: Capture) ->
 def test_draft_tokens_never_change_the_answer(model: str, drafter: str, capsys: Capture) -> None:
     argv = ["--model", model, "--drafter", drafter, "-m", "40", "--verbose", "F"]
     for sampling in ([], ["--temp", "0.8", "--top-k", "20", "--seed", "3", "--presence-penalty", "0.5"]):
-        answers = {answer(capsys, *argv, *sampling, "--draft-tokens", k) for k in ("0", "auto", "1", "7")}
+        answers = {
+            answer(capsys, *argv, *sampling, "--draft-tokens", k) for k in ("0", "auto", "adaptive", "1", "7")
+        }
         assert len(answers) == 1
 
 
@@ -217,8 +219,8 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--prompt", "-"], ["prompt is empty"]),
     (["--drafter", "{drafter}", "--draft-tokens", "99"], ["99", "at most 7"]),
     (["--draft-tokens", "3"], ["3", "no drafter"]),
-    (["--draft-tokens", "x"], ["'x'", "auto or a number"]),
-    (["--draft-tokens", "-1"], ["'-1'", "auto or a number"]),
+    (["--draft-tokens", "x"], ["'x'", "auto, adaptive or a number"]),
+    (["--draft-tokens", "-1"], ["'-1'", "auto, adaptive or a number"]),
     (["--logit-bias", "{"], ["--logit-bias", "JSON"]),
     (["--logit-bias", "[1]"], ["--logit-bias", "JSON"]),
     (["--logit-bias", '{"a": 1}'], ["--logit-bias", "JSON"]),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_spec.policy import MARGIN, CostAware, Costs, FixedDepth, interpolate
+from mlx_spec.policy import MARGIN, Adaptive, CostAware, Costs, FixedDepth, interpolate
 
 CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
 # A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
@@ -33,6 +33,25 @@ def test_fixed_depth_never_moves() -> None:
         policy.update(3, 0)
     assert policy.depth() == 3
     assert policy.reason == "fixed at 3"
+
+
+def test_adaptive_depth_follows_whole_rounds() -> None:
+    policy, depths = Adaptive(7), []
+    for accepted in ("all", "all", 3, 0, 0, 0, 0, 0, 0, *["all"] * 8, 2):
+        drafted = policy.depth()
+        policy.update(drafted, drafted if accepted == "all" else int(accepted))
+        depths.append(policy.depth())
+    assert depths == [4, 5, 5, 4, 3, 2, 1, 1, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7]
+    assert policy.reason == "adaptive, at 7"
+
+
+def test_adaptive_depth_learns_nothing_from_a_round_that_was_cut() -> None:
+    policy = Adaptive(2)
+    assert policy.depth() == 2
+    policy.update(1, 1)
+    policy.update(1, 0)
+    policy.update(0, 0)
+    assert policy.depth() == 2
 
 
 def expected_cost(policy: CostAware, depth: int) -> float:

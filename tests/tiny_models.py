@@ -76,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         linear_num_key_heads=2,
         linear_num_value_heads=4,
     ),
+    "mimo": dict(SHARED, model_type="mimo"),
 }
 HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 

@@ -41,6 +41,12 @@ class Proposal:
     finite: Mapping[str, mx.array] = field(default_factory=dict)
 
 
+def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
+    """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
+    drawn = [row for row in rows if row is not None]
+    return mx.stack(drawn) if drawn else None
+
+
 class DrafterState(Protocol):
     """What a drafter remembers of one sequence."""
 
@@ -65,9 +71,16 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
-        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation."""
+        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation.
+
+        A drafter that has not seen enough yet drafts fewer, or none.
+        """
         ...
 
-    def rewind(self, state: Any, position: int) -> None:
-        """Forget rows from ``position`` on; a position ahead of the cursor changes nothing."""
+    def rewind(self, state: Any, position: int) -> int:
+        """Forget rows from ``position`` on, and return where the next committed rows must begin.
+
+        That is ``position``, or an earlier one whose rows the target has to run again because the drafter needs
+        to see them once more. A position ahead of what the state holds changes nothing.
+        """
         ...

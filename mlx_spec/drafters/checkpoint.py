@@ -1,6 +1,6 @@
 """Reading a drafter's tensors, and whether they fit its modules."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,22 @@ from mlx_spec.errors import DrafterMismatch
 
 def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
     """Read every safetensors file of a folder. Raises DrafterMismatch when there is none or one is broken."""
+    tensors = read_files(sorted(folder.glob("*.safetensors")), name)
+    if not tensors:
+        raise DrafterMismatch(f"{name} holds no safetensors file.")
+    return tensors
+
+
+def read_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
+    """Read safetensors files, lazily but for headers. Raises DrafterMismatch when one is missing or broken."""
     tensors: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in paths:
         try:
             loaded = mx.load(str(path))
             assert isinstance(loaded, dict)
             tensors.update(loaded)
         except Exception as error:
             raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
-    if not tensors:
-        raise DrafterMismatch(f"{name} holds no safetensors file.")
     return tensors
 
 

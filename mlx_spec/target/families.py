@@ -47,6 +47,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family(),
+    "mimo": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(qk_norm=True),

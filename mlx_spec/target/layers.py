@@ -77,26 +77,38 @@ class Attention:
 
     def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, mx.array]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
+        projected, queries, keys_values = self.project(x, past.positions)
+        # Splitting keeps a view; an index would copy.
+        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
+        attended = attention_rows(
+            queries, keys, values, past.pool, self.index, past.cached, scale=self.scale, window=self.window
+        )
+        return self.finish(projected, attended, residual), keys_values
+
+    def project(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the joined projection of normed rows [R, hidden], and what it gives at ``positions`` [R] int32.
+
+        That is queries [R, H, D], and keys and values [2, R, KV, D].
+        """
         projected = linear_rows(x, self.qkv)
         queries, keys_values = qkv_norm_rope(
             projected,
             self.qk_norm,
-            past.positions,
+            positions,
             self.rope,
             heads=self.heads,
             kv_heads=self.kv_heads,
             eps=self.eps,
             gated=self.gated,
         )
-        # Splitting keeps a view; an index would copy.
-        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
-        attended = attention_rows(
-            queries, keys, values, past.pool, self.index, past.cached, scale=self.scale, window=self.window
-        )
+        return projected, queries, keys_values
+
+    def finish(self, projected: mx.array, attended: mx.array, residual: mx.array) -> mx.array:
+        """Add what rows [R, H, D] attended to, gated by their joined projection and projected, to ``residual``."""
         if self.gated:
             pairs = projected[:, : 2 * self.heads * self.head_dim].reshape(*attended.shape[:2], 2, -1)
             attended = attended * mx.sigmoid(pairs[:, :, 1])
-        return linear_rows(attended.reshape(x.shape[0], -1), self.output, residual=residual), keys_values
+        return linear_rows(attended.reshape(attended.shape[0], -1), self.output, residual=residual)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import pytest
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
+from mlx_spec.drafters import context
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.dflash2 import context
-from mlx_spec.drafters.dflash2.context import ContextKV
+from mlx_spec.drafters.context import ContextKV
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.errors import PositionError
 

@@ -12,9 +12,10 @@ from metal_kernels import Cached, attention_rows, topk_rows
 from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.base import Choose, Committed, Proposal
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
+from mlx_spec.drafters.context import PAGE_SLOTS, ContextKV
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.context import PAGE_SLOTS, ContextKV, ContextWriter
+from mlx_spec.drafters.dflash2.context import ContextWriter
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.errors import DrafterMismatch, RequestError
 from mlx_spec.target import Target
@@ -70,9 +71,10 @@ class DFlash2Drafter:
             finite["candidate selector"] = mx.all(mx.isfinite(candidates.gates))
         return Proposal(tokens, candidates.ids, probabilities, finite)
 
-    def rewind(self, state: ContextKV, position: int) -> None:
+    def rewind(self, state: ContextKV, position: int) -> int:
         """Forget context from ``position`` on; ahead of the cursor there is nothing to forget."""
         state.rewind(position)
+        return state.cursor
 
     def block(self, state: ContextKV, anchor: int, rows: int) -> mx.array:
         """Run the block forward: final-normed hidden states [rows, H], the anchor's first."""

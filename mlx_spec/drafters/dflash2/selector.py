@@ -13,7 +13,7 @@ import numpy as np
 from mlx import nn
 
 from metal_kernels import module_rows
-from mlx_spec.drafters.base import Choose
+from mlx_spec.drafters.base import Choose, stack_drawn
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 
 
@@ -92,9 +92,3 @@ def walk_on_host(
         path.append(previous)
         drawn_from.append(probabilities)
     return mx.array(path, dtype=mx.int32), stack_drawn(drawn_from)
-
-
-def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
-    """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
-    drawn = [row for row in rows if row is not None]
-    return mx.stack(drawn) if drawn else None

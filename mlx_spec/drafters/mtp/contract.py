@@ -1,0 +1,110 @@
+"""How MTP heads of different families are wired, as data: a wrong wiring drafts fluently and is seldom accepted.
+
+Sources: the families' published modelling code and the loaders of vLLM and SGLang; for Qwen3.5 also measured
+acceptance (llama.cpp pull request 24025, Rapid-MLX 3371).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_spec.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a head reads, and what its checkpoint calls its parts.
+
+    family: for messages. pattern: regular expression of its tensors' names in a whole checkpoint, whose group
+    ``name`` is what ``names`` maps and whose group ``layer``, if any, numbers several heads; behind_target: those
+    numbers go on from the target's layers. names: beginnings of tensor names and what our module calls them; any
+    other name belongs to the decoder layer.
+    hidden_first: the hidden state stands before the embedding in the concatenation. reads_normed: the head reads
+    the target's hidden state behind the final norm, else before it. recycles_normed: a chained step reads the
+    head's own output behind its norm. zero_centred: original checkpoints store norm weights less one.
+    """
+
+    family: str
+    pattern: str
+    names: dict[str, str]
+    behind_target: bool = False
+    hidden_first: bool = False
+    reads_normed: bool = True
+    recycles_normed: bool = True
+    zero_centred: bool = False
+
+
+OWN_NAMES = {
+    name: name for name in ("pre_fc_norm_", "fc.", "norm.", "layers.", "embed_tokens.", "lm_head.", "d2t")
+}
+NEXTN_NAMES = {
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "shared_head.norm.": "norm.",
+    "shared_head.head.": "lm_head.",
+    "embed_tokens.": "embed_tokens.",
+}
+MIMO_NAMES = {
+    "token_layernorm.": "pre_fc_norm_embedding.",
+    "hidden_layernorm.": "pre_fc_norm_hidden.",
+    "input_proj.": "fc.",
+    "final_layernorm.": "norm.",
+}
+BEHIND_TARGET = r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<name>.+)"
+
+QWEN = Contract("Qwen3.5", r"(?:language_model\.)?(?:model\.)?mtp\.(?P<name>.+)", OWN_NAMES, zero_centred=True)
+SPECULATORS = Contract("speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True)
+MIMO = Contract("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, hidden_first=True)
+DEEPSEEK = Contract("DeepSeek and GLM", BEHIND_TARGET, NEXTN_NAMES, behind_target=True)
+HY3 = Contract("Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True)
+STEP = Contract(
+    "Step 3.5",
+    BEHIND_TARGET,
+    {**NEXTN_NAMES, "transformer.shared_head.norm.": "norm.", "transformer.shared_head.output.": "lm_head."},
+    behind_target=True,
+    reads_normed=False,
+    zero_centred=True,
+)
+
+CONTRACTS: dict[str, Contract] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), QWEN),
+    "mimo": MIMO,
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "joyai_llm_flash"), DEEPSEEK
+    ),
+    "hy_v3": HY3,
+    **dict.fromkeys(("step3p5", "step3p7"), STEP),
+}
+
+# Heads that are no chain of one decoder layer over the target's last hidden state.
+OTHER_HEADS = {
+    "gemma4_assistant": "a Gemma 4 assistant reads the target's keys and values",
+    "gemma4_unified_assistant": "a Gemma 4 assistant reads the target's keys and values",
+    "nemotron_h": "a Nemotron-H head is a stack of attention and expert layers",
+    "mimo_v2": "a MiMo-V2 head has three different layers with sliding windows",
+    "mimo_v2_flash": "a MiMo-V2 head has three different layers with sliding windows",
+    "qwen4_exp": "a Qwen3.8-Flash-Next head has recurrent state of its own",
+}
+
+
+def contract_of(config: dict[str, Any], name: str) -> Contract:
+    """Look up how the head of a checkpoint is wired, by its ``config.json``.
+
+    Unknown model types have Qwen's contract, which heads trained for other targets use too.
+    Raises UnsupportedModel for a family whose heads work in another way.
+    """
+    if "speculators_model_type" in config:
+        return SPECULATORS
+    text = config.get("text_config") or {}
+    for model_type in (config.get("model_type"), text.get("model_type")):
+        known = plain_type(model_type)
+        if known in OTHER_HEADS:
+            raise UnsupportedModel(f"{name}: {OTHER_HEADS[known]}, which mlx_spec does not run.")
+        if known in CONTRACTS:
+            return CONTRACTS[known]
+    return QWEN
+
+
+def plain_type(model_type: Any) -> str:
+    """Return a model type without what marks its text part or its head."""
+    return str(model_type).removesuffix("_mtp").removesuffix("_text")

@@ -1,0 +1,130 @@
+"""The MTP head: one decoder layer over the target's hidden state and the embedding of the token behind it.
+
+For row i, at position i of the target, with token i + 1 known:
+
+    z = fc([norm_e(embedding of token i + 1); norm_h(hidden state i)])
+    y = decoder layer(z), at position i, over the head's own keys and values
+    o = norm(y), which gives the logits of token i + 2 and is the hidden state of row i + 1 in a chain
+
+Source: Qwen3.5's published checkpoints; module names are their tensor names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.utils import _get_classes
+
+from metal_kernels import Linear, linear_rows
+from mlx_spec.drafters.mtp.contract import Contract
+from mlx_spec.target.families import Family, FeedForward
+from mlx_spec.target.layers import Attention, Layer, Norm
+
+
+class MTPHead(nn.Module):
+    """The head's weights. Embedding and output head are the target's, unless the checkpoint brings its own."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Build the head for the configuration of a model whose decoder layer it has."""
+        super().__init__()
+        width, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
+        self.pre_fc_norm_embedding = nn.RMSNorm(width, eps=eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(width, eps=eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        one = one_layer(config)
+        self.args, self.layers = one.args, [one.layers[0]]
+        self.norm = nn.RMSNorm(width, eps=eps)
+
+
+def pack_head(head: MTPHead, group_size: int, bits: int, mode: str = "affine") -> None:
+    """Quantise the matrices of a head, all but the small ones that choose experts."""
+
+    def is_packed(path: str, module: nn.Module) -> bool:
+        routes = path.endswith(("mlp.gate", "shared_expert_gate"))
+        return hasattr(module, "to_quantized") and not routes and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
+
+
+def one_layer(config: dict[str, Any]) -> Any:
+    """Return a model as mlx-lm builds it, of one full-attention layer, with experts where the model has them."""
+    one = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "full_attention_interval": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict({**config, **one}))
+    return getattr(model, "language_model", model)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The forward of a head over rows, as one contract wires it."""
+
+    contract: Contract
+    norm_embedding: Norm
+    norm_hidden: Norm
+    fc: Linear
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    feed_forward: FeedForward
+    norm: Norm
+
+    @staticmethod
+    def of(head: MTPHead, contract: Contract, family: Family, name: str) -> "HeadRows":
+        """Read a loaded head; its modules become views of joined weights.
+
+        Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
+        """
+        layer = Layer.of(head.layers[0], family, head.args, 0, None, name)
+        assert isinstance(layer.mixer, Attention)
+        return HeadRows(
+            contract,
+            Norm.of(head.pre_fc_norm_embedding),
+            Norm.of(head.pre_fc_norm_hidden),
+            Linear.of(head.fc),
+            layer.input_norm,
+            layer.mixer,
+            layer.post_norm,
+            layer.feed_forward,
+            Norm.of(head.norm),
+        )
+
+    def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> "Entered":
+        """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
+        parts = [self.norm_embedding(embedded), self.norm_hidden(hidden)]
+        if self.contract.hidden_first:
+            parts.reverse()
+        fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
+        return Entered(fused, *self.attention.project(self.input_norm(fused), positions))
+
+    def leave(self, row: "Entered", attended: mx.array) -> tuple[mx.array, mx.array]:
+        """Finish rows behind attention, whose output is [R, H, D].
+
+        Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
+        """
+        x = self.attention.finish(row.projected, attended, row.fused)
+        x = self.feed_forward(self.post_norm(x), x)
+        normed = self.norm(x)
+        return normed, normed if self.contract.recycles_normed else x
+
+
+@dataclass(frozen=True)
+class Entered:
+    """Rows before attention: fused [R, H], the joined projection [R, N], queries [R, H, D], and keys and values
+    [2, R, KV, D], positions encoded."""
+
+    fused: mx.array
+    projected: mx.array
+    queries: mx.array
+    keys_values: mx.array
+
+    def rows(self, start: int, stop: int) -> "Entered":
+        """Return the rows from ``start`` to before ``stop``."""
+        part = slice(start, stop)
+        return Entered(self.fused[part], self.projected[part], self.queries[part], self.keys_values[:, part])

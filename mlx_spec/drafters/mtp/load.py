@@ -1,0 +1,143 @@
+"""Loading an MTP head and binding it to its target."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.utils import dequantize_model
+
+from metal_kernels import Linear, linear_rows
+from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.drafters.checkpoint import load_tensors, read_files
+from mlx_spec.drafters.mtp.contract import contract_of, plain_type
+from mlx_spec.drafters.mtp.drafter import DraftHead, MTPDrafter
+from mlx_spec.drafters.mtp.head import HeadRows, MTPHead, pack_head
+from mlx_spec.drafters.mtp.source import head_files
+from mlx_spec.drafters.mtp.tensors import head_tensors
+from mlx_spec.errors import DrafterMismatch
+from mlx_spec.target import Target
+from mlx_spec.target.families import family_of
+
+
+def load_mtp(
+    place: Path,
+    target: Target,
+    name: str,
+    *,
+    model_config: dict[str, Any] | None = None,
+    unpack: bool = False,
+    packing: dict[str, Any] | None = None,
+    draft_ids: Sequence[int] | None = None,
+) -> MTPDrafter:
+    """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
+
+    model_config: the target's ``config.json``, for a head that comes without one. unpack: turn quantised weights
+    into bfloat16 ones, which are faster on a CPU; else packing: group_size, bits and mode to quantise a head with
+    that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
+    checkpoint names (``d2t``).
+    Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
+    UnsupportedModel for a head that mlx_spec does not run.
+    """
+    own_config = place.is_dir() and (model_config is None or (place / "config.json").exists())
+    raw = read_config_file(place, name, "drafter", DrafterMismatch) if own_config else model_config
+    if raw is None:
+        raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
+    contract, config = contract_of(raw, name), layer_config(raw)
+    family = family_of(config, name)
+    files = head_files(place, contract, target.num_layers, name)
+    tensors = head_tensors(read_files(files, name), contract, target.num_layers, name)
+    if not tensors:
+        raise DrafterMismatch(no_head(name))
+    check_target(config, target, name)
+    d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
+    load_tensors(head, tensors, name)
+    head.set_dtype(target.dtype)
+    if unpack:
+        dequantize_model(head)
+    elif packing is not None and not any(key.endswith(".scales") for key in tensors):
+        pack_head(head, **packing)
+    scores = draft_head(head, target, d2t, draft_ids, name)
+    return MTPDrafter(HeadRows.of(head, contract, family, name), target, scores, head.get("embed_tokens"))
+
+
+def no_head(name: str) -> str:
+    """Say where a head could come from."""
+    return (
+        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
+        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
+    )
+
+
+def layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a ``config.json`` that describes the head's decoder layer."""
+    part = config.get("transformer_layer_config") or config.get("text_config") or config
+    return {**part, "model_type": plain_type(part.get("model_type"))}
+
+
+def packing_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how a model is quantised by its ``config.json``, or None."""
+    packing = config.get("quantization") or {}
+    return {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing} or None
+
+
+def check_target(config: dict[str, Any], target: Target, name: str) -> None:
+    """Raise DrafterMismatch, with both numbers, when a head was made for another target."""
+    for what, key, found in (
+        ("hidden size", "hidden_size", target.hidden_size),
+        ("vocabulary size", "vocab_size", target.vocab_size),
+    ):
+        if config.get(key) != found:
+            raise DrafterMismatch(
+                f"{name} expects {what} {config.get(key)}; target {target.name} has {found}. "
+                "Use the head that was trained with this target."
+            )
+
+
+def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
+    """Build the modules that a checkpoint has tensors for, its own embedding and output head included."""
+    try:
+        head = MTPHead(config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+    vocab, width = int(config["vocab_size"]), int(config["hidden_size"])
+    if "embed_tokens.weight" in tensors:
+        head.embed_tokens = nn.Embedding(vocab, width)
+    if "lm_head.weight" in tensors:
+        head.lm_head = nn.Linear(width, tensors["lm_head.weight"].shape[0], bias=False)
+    return head
+
+
+def draft_head(
+    head: MTPHead, target: Target, d2t: mx.array | None, draft_ids: Sequence[int] | None, name: str
+) -> DraftHead:
+    """Return the output head of drafts: the checkpoint's own or the target's, of chosen tokens or of all.
+
+    d2t: the target's ids of the draft tokens, by the checkpoint. Raises DrafterMismatch where they do not fit.
+    """
+    chosen = draft_ids if d2t is None else checked_ids(d2t, target, name)
+    ids = None if chosen is None else mx.array(list(chosen), dtype=mx.int32)
+    if "lm_head" not in head:
+        if ids is None:
+            return DraftHead(target.logits, target.vocab_size)
+        return DraftHead(target.head_for(ids), ids.size, ids)
+    own, names = Linear.of(head.lm_head), "the target has" if d2t is None else "d2t names"
+    expected = target.vocab_size if ids is None or d2t is None else ids.size
+    if own.size != expected:
+        raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")
+    rows = own.rows(ids) if d2t is None and ids is not None else own
+    return DraftHead(partial(linear_rows, linears=rows), rows.size, ids)
+
+
+def checked_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
+    """Return the target's ids of the draft tokens. Raises DrafterMismatch for one that does not exist."""
+    ids = [int(i) for i in np.array(d2t).reshape(-1)]
+    for place, token in enumerate(ids):
+        if not 0 <= token < target.vocab_size:
+            raise DrafterMismatch(
+                f"{name}: d2t maps draft token {place} to {token}; the target has {target.vocab_size} tokens."
+            )
+    return ids

@@ -1,0 +1,66 @@
+"""Where the weights of an MTP head are: among the shards of a model, beside them, or in files of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.drafters.checkpoint import read_files
+from mlx_spec.drafters.mtp.contract import Contract, contract_of
+from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
+from mlx_spec.errors import DrafterMismatch
+
+INDEX = "model.safetensors.index.json"
+SPECULATORS_TYPES = ("mtp", "fast_mtp")
+# Where programs for MLX put the head beside a converted model.
+BESIDE = ("*.safetensors", "mtp/*.safetensors")
+
+
+def head_files(place: Path, contract: Contract, target_layers: int, name: str) -> list[Path]:
+    """Return the files that hold a head: ``place`` itself, or those of the folder; none where there is no head.
+
+    A folder's index says which shards hold the head; others need not be there. Files that the index does not name
+    are looked into as well. Raises DrafterMismatch for a broken index, or a file that is missing or broken.
+    """
+    if place.is_file():
+        return [place]
+    shards = read_index(place / INDEX, name)
+    found = [place / file for file in indexed_files(shards, contract, target_layers)]
+    for pattern in BESIDE:
+        for path in sorted(place.glob(pattern)):
+            if path.name not in shards.values() and holds_head(path, contract, target_layers, name):
+                found.append(path)
+    return found
+
+
+def read_index(path: Path, name: str) -> dict[str, str]:
+    """Return which file holds each tensor by the index of a checkpoint; empty where there is no index."""
+    try:
+        shards = json.loads(path.read_text())["weight_map"] if path.exists() else {}
+        return {str(tensor): str(file) for tensor, file in shards.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: {path.name} is no index of safetensors files ({error!r}).") from None
+
+
+def indexed_files(shards: dict[str, str], contract: Contract, target_layers: int) -> list[str]:
+    """Return the names of the shards that hold tensors of the head: all, where there is nothing else."""
+    if is_bare(shards):
+        return sorted(set(shards.values()))
+    return sorted({file for tensor, file in shards.items() if belongs_to_head(tensor, contract, target_layers)})
+
+
+def holds_head(path: Path, contract: Contract, target_layers: int, name: str) -> bool:
+    """Whether a file holds tensors of a head, or nothing but a head."""
+    tensors = read_files([path], name)
+    return is_bare(tensors) or any(belongs_to_head(tensor, contract, target_layers) for tensor in tensors)
+
+
+def is_mtp(place: Path, config: dict[str, Any], target_layers: int, name: str) -> bool:
+    """Whether a drafter's file or folder, with this ``config.json``, is meant to be an MTP head.
+
+    Raises UnsupportedModel for heads that mlx_spec does not run.
+    """
+    if place.is_file() or str(config.get("model_type")).endswith("_mtp"):
+        return True
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] in SPECULATORS_TYPES
+    return bool(head_files(place, contract_of(config, name), target_layers, name))

@@ -1,0 +1,343 @@
+"""The MTP drafter in the engine: the law, steered drafts, conversations that go on, rounds that break off."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scripted_drafters import Script, mixture, plain, right_then_wrong, run
+from tiny_heads import head_tensors, write_layout
+from tiny_models import CONFIGS, tiny_target
+
+from mlx_spec.accept import rule_for
+from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.mtp.drafter import MTPDrafter, MTPState
+from mlx_spec.drafters.mtp.load import load_mtp
+from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.errors import NonFiniteError, PositionError, RequestError
+from mlx_spec.policy import FixedDepth
+from mlx_spec.sampling import Sampling
+from mlx_spec.target import Target
+
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 80)]
+SAMPLERS = {"greedy": Sampling(), "coupled": Sampling(temp=0.8, seed=5, top_k=40)}
+# One token is left to draw, so rejection must give the plain text too.
+REJECTION = Sampling(temp=0.8, seed=5, top_k=1, accept="rejection")
+TARGETS = [("llama", None), ("llama", 4), ("qwen3_moe", None), ("qwen3_moe", 4)]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None], MTPDrafter]:
+    @cache
+    def load(family: str, bits: int | None) -> MTPDrafter:
+        tensors = head_tensors(family, dtype=mx.bfloat16)
+        folder = tmp_path_factory.mktemp("head")
+        write_layout(folder, "sidecar", family, tensors)
+        return load_mtp(folder, target_of(family, bits), "tiny head")
+
+    return load
+
+
+@cache
+def target_of(family: str, bits: int | None) -> Target:
+    return tiny_target(family, mx.bfloat16, bits)
+
+
+@cache
+def plain_text(family: str, bits: int | None, sampler: str, prompt: int = 40, new: int = 40) -> list[int]:
+    request = Request(TOKENS[:prompt], new, sampling=SAMPLERS[sampler], prefill_step_size=17)
+    return plain(target_of(family, bits), request).text
+
+
+class Steered:
+    """An MTP drafter whose chain is led along a known text where the script says right, and off it elsewhere."""
+
+    name = "steered"
+
+    def __init__(self, drafter: MTPDrafter, text: list[int], script: Script) -> None:
+        self.drafter, self.text, self.script = drafter, text, script
+        self.taps, self.max_draft = drafter.taps, drafter.max_draft
+        self.open, self.extend, self.rewind = drafter.open, drafter.extend, drafter.rewind
+        self.proposals = 0
+
+    def propose(self, state: MTPState, anchor: int, count: int, choose: Choose) -> Proposal:
+        self.proposals += 1
+
+        def led(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
+            right = self.text[position] if position < len(self.text) else 0
+            index = position - state.position - 1
+            wrong = (right + 1 + position % 7) % 90
+            return mx.array(right if self.script(self.proposals, index, position) else wrong), None
+
+        return self.drafter.propose(state, anchor, count, led)
+
+
+def fresh_state(drafter: MTPDrafter, target: Target, tokens: list[int]) -> MTPState:
+    """The state of a drafter that saw all these tokens in one pass."""
+    state, sequence = drafter.open(), target.open()
+    rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
+    drafter.extend(state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
+    return state
+
+
+def assert_like_fresh(drafter: MTPDrafter, target: Target, state: MTPState, text: list[int]) -> None:
+    """Check that a state holds each committed row of ``text`` once: it is, and drafts, as one that saw it at once.
+
+    text: committed tokens and the anchor.
+    """
+    assert state.position == len(text) - 1
+    fresh = fresh_state(drafter, target, text[:-1])
+    states = [state.fork(), fresh]
+    seen: list[list[mx.array]] = [[], []]
+    for each, scores in zip(states, seen, strict=True):
+
+        def choose(position: int, ids: mx.array, values: mx.array, into: list = scores) -> tuple[mx.array, None]:
+            into.append(mx.concatenate([ids.astype(mx.float32), values]))
+            return ids[0], None
+
+        drafter.propose(each, text[-1], 4, choose)
+    for mine, other in zip(*seen, strict=True):
+        assert mx.array_equal(mine, other)
+    ours, theirs = (each.context for each in states)
+    assert ours.cursor == theirs.cursor == len(text) - 2
+    if ours.cursor:
+        assert mx.array_equal(ours.rows[: ours.cursor], theirs.rows[: ours.cursor])
+    assert mx.array_equal(states[0].hidden, states[1].hidden)
+
+
+def cases() -> list[tuple[str, int | None, str, int]]:
+    """Four targets at every depth with both samplers, and every other family at one depth."""
+    whole = [(*TARGETS[(i + i // 4) % 4], sampler, 1 + i % 7) for sampler in SAMPLERS for i in range(8)]
+    known = {family for family, _ in TARGETS}
+    return whole + [(family, None, "coupled", 3) for family in CONFIGS if family not in known]
+
+
+@pytest.mark.parametrize(("family", "bits", "sampler", "depth"), cases())
+def test_an_mtp_drafter_changes_no_token(
+    family: str, bits: int | None, sampler: str, depth: int, heads: Any
+) -> None:
+    target, drafter = target_of(family, bits), heads(family, bits)
+    expected = plain_text(family, bits, sampler)
+    request = Request(TOKENS[:40], 40, depth, SAMPLERS[sampler], prefill_step_size=17)
+    assert run(Engine(target, drafter), request).text == expected
+    steered = Steered(drafter, expected, mixture(depth, share=0.8))
+    assert run(Engine(target, steered), request).text == expected
+
+
+@pytest.mark.parametrize("wrong", range(8))
+def test_drafts_that_fail_at_each_position(wrong: int, heads: Any) -> None:
+    """Seven drafts a round of which the first ``wrong`` stand, and the state behind every round."""
+    target, drafter = target_of("llama", None), heads("llama", None)
+    text = plain_text("llama", None, "greedy")
+    engine = Engine(target, Steered(drafter, text, right_then_wrong(wrong)))
+    generation = engine.start(Request(TOKENS[:40], 40, 7, prefill_step_size=17))
+    rounds = []
+    while generation.finish_reason is None:
+        rounds.append(len(engine.step(generation).tokens))
+        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+    engine.close(generation)
+    assert generation.tokens == text
+    assert set(rounds[:-1]) == {wrong + 1}
+
+
+def test_a_prompt_of_one_token_is_drafted_from_the_second_round_on(heads: Any) -> None:
+    """Without a committed row there is no hidden state to draft from."""
+    target, drafter = target_of("llama", None), heads("llama", None)
+    expected = plain_text("llama", None, "greedy", prompt=1)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:1], 40, 5))
+    drafted = []
+    while generation.finish_reason is None:
+        engine.step(generation)
+        drafted.append(generation.statistics.rounds - generation.statistics.parked_rounds)
+    engine.close(generation)
+    assert generation.tokens == expected
+    assert drafted[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("step", [1, 7, 16, 17, 18, 39, 512])
+def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Any) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
+    assert_like_fresh(drafter, target, generation.drafting, TOKENS[:60])
+    engine.close(generation)
+
+
+def go_on(engine: Engine, old: Generation, prompt: list[int], keep: int, step: int) -> Generation:
+    """Continue a conversation: keep the first ``keep`` positions of its caches and read the rest of ``prompt``."""
+    drafter, sequence, drafting = engine.drafter, old.sequence, old.drafting
+    keep = drafter.rewind(drafting, keep)
+    sequence.rewind(keep)
+    request = replace(old.request, prompt=prompt)
+
+    def extend(rows: Any, tokens: mx.array) -> None:
+        drafter.extend(drafting, Committed(sequence.length - tokens.size, tokens, rows.taps))
+
+    engine.target.prefill(sequence, prompt[keep:-1], drafter.taps, step, on_rows=extend)
+    rule = rule_for(request.sampling, engine.target.vocab_size)
+    return Generation(request, sequence, drafting, rule, FixedDepth(request.num_draft_tokens or 0), list(prompt))
+
+
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) -> None:
+    """The second turn follows the whole of the first, whose last token was never processed; the third keeps less,
+    at a place that lies anywhere."""
+    target, drafter = target_of("llama", None), heads("llama", None)
+    prompt, reference = TOKENS[:30], plain_text("llama", None, sampler, 30, 25)
+    engine = Engine(target, Steered(drafter, reference, mixture(11, share)))
+    request = Request(prompt, 25, 4, SAMPLERS[sampler], prefill_step_size=9)
+    generation = engine.start(request)
+    for turn, cut in enumerate((None, 41, 33, 1, 0)):
+        while generation.finish_reason is None:
+            engine.step(generation)
+        assert generation.tokens == reference
+        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        kept = generation.tokens if cut is None else generation.tokens[:cut]
+        # Another token stands where the unprocessed one would: nothing of it may have been cached.
+        prompt = [*kept[:-1], 91 + turn, *TOKENS[turn : turn + 20]] if cut != 0 else TOKENS[5:30]
+        generation = go_on(engine, generation, prompt, len(kept) - 1 if cut != 0 else 0, 6)
+        assert_like_fresh(drafter, target, generation.drafting, prompt)
+        reference = plain(target, Request(prompt, 25, sampling=SAMPLERS[sampler])).text
+        engine.drafter.text = reference
+    engine.close(generation)
+
+
+@pytest.mark.parametrize("rewound", [0, 1, 5, 19, 20, 21, 22, 25, 26, 90])
+def test_rewinding_asks_for_a_row_again_only_where_its_hidden_state_is_gone(rewound: int, heads: Any) -> None:
+    """20 rows are in the cache once 26 were committed and drafted from in between."""
+    target, drafter = target_of("llama", None), heads("llama", None)
+    taps = target.forward([(target.open(), mx.array(TOKENS[:26], dtype=mx.int32))], drafter.taps).taps
+    state = drafter.open()
+    drafter.extend(state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), taps[:21]))
+    drafter.propose(state, TOKENS[21], 2, greedy)
+    drafter.extend(state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), taps[21:]))
+    assert state.context.cursor == 20
+    again = drafter.rewind(state, rewound)
+    assert again == (min(rewound, 26) if rewound > 20 or rewound == 0 else rewound - 1)
+    assert drafter.rewind(state, rewound) == again == state.position
+    text = [*TOKENS[: min(rewound, 26)], 17, 18, 19]
+    rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
+    drafter.extend(state, Committed(again, mx.array(text[again:-1], dtype=mx.int32), rows.taps[again:]))
+    assert_like_fresh(drafter, target, state, text)
+
+
+def test_gaps_overlaps_and_depths_are_refused(heads: Any) -> None:
+    drafter, target = heads("llama", None), target_of("llama", None)
+    state = fresh_state(drafter, target, TOKENS[:5])
+    rows = mx.zeros((1, 64), dtype=mx.bfloat16)
+    for position in (0, 4, 6):
+        with pytest.raises(PositionError, match=f"{position}.*5"):
+            drafter.extend(state, Committed(position, mx.array([1], dtype=mx.int32), rows))
+    for count in (0, 8):
+        with pytest.raises(RequestError, match="1 to 7"):
+            drafter.propose(state, 3, count, greedy)
+    assert_like_fresh(drafter, target, state, TOKENS[:6])
+
+
+def test_a_fork_goes_its_own_way(heads: Any) -> None:
+    drafter, target = heads("llama", None), target_of("llama", None)
+    first = fresh_state(drafter, target, TOKENS[:30])
+    second = first.fork()
+    for state, token in ((first, 3), (second, 4)):
+        text = [*TOKENS[:30], token, 5]
+        rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
+        drafter.extend(state, Committed(30, mx.array([token], dtype=mx.int32), rows.taps[30:]))
+        drafter.propose(state, 5, 3, greedy)
+    assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
+    assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
+
+
+def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    expected = plain(target, Request(TOKENS[:40], 30, sampling=REJECTION)).text
+    assert run(Engine(target, drafter), Request(TOKENS[:40], 30, 4, REJECTION)).text == expected
+    proposal = drafter.propose(
+        fresh_state(drafter, target, TOKENS[:20]), TOKENS[20], 5, rule_for(REJECTION, target.vocab_size).choose
+    )
+    assert proposal.probabilities is not None
+    assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)
+    assert mx.allclose(mx.sum(proposal.probabilities, axis=-1), mx.ones(5), atol=1e-5)
+    assert mx.all(mx.any(proposal.candidates == proposal.tokens[:, None], axis=-1))
+
+
+def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:40], 40, 3))
+    engine.step(generation)  # the first round is timed, so it waits twice
+    calls, evaluate = 0, mx.eval
+
+    def counted(*arrays: Any) -> None:
+        nonlocal calls
+        calls += 1
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    for rounds in range(1, 5):
+        engine.step(generation)
+        assert calls == rounds
+    monkeypatch.undo()
+    engine.close(generation)
+
+
+def test_drafts_that_are_not_finite_are_reported(heads: Any) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    engine = Engine(target, drafter)
+    generation = engine.start(Request(TOKENS[:40], 10, 3))
+    generation.drafting.hidden = generation.drafting.hidden * mx.nan
+    with pytest.raises(NonFiniteError, match="draft logits at position 39"):
+        engine.step(generation)
+    engine.close(generation)
+
+
+STEPS = ["propose", "forward", "logits", "commit", "extend", "extended"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_round_that_breaks_off_anywhere_can_be_run_again(
+    step: str, at: int, heads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = target_of("llama", None), heads("llama", None)
+    text = plain_text("llama", None, "greedy")
+    engine = Engine(target, Steered(drafter, text, mixture(at, share=0.8)))
+    generation = engine.start(Request(TOKENS[:40], 40, 5, prefill_step_size=17))
+    calls, in_step = 0, False
+
+    def stopped(real: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += in_step
+            stop = in_step and calls == at
+            result = None if stop and not after else real(*args)
+            if stop:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    owner = target if step in ("forward", "logits", "commit") else engine.drafter
+    name = "extend" if step == "extended" else step
+    monkeypatch.setattr(owner, name, stopped(getattr(owner, name), after=step == "extended"))
+    stops = 0
+    while generation.finish_reason is None:
+        in_step = True
+        try:
+            engine.step(generation)
+        except KeyboardInterrupt:
+            stops += 1
+        in_step = False
+        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+    engine.close(generation)
+    assert generation.tokens == text
+    assert stops == 1
+    assert target.pool.pages_in_use == 0
+
+
+def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
+    return ids[mx.argmax(scores)], None

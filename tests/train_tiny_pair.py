@@ -1,0 +1,153 @@
+"""Make ``tests/tiny_pair``: a tiny Qwen3 that has read this project's texts, and an MTP head trained with it.
+
+    PYTHONPATH=.:tests python tests/train_tiny_pair.py
+
+Its drafts are right about half of the time, so a test can see acceptance fall. A few minutes on two CPU cores.
+The final norm and the head's norms begin with weights that differ from entry to entry, as those of real models
+do: else a hidden state before the norm would serve as well as one behind it.
+"""
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import _get_classes
+from tiny_folders import TOKENS, write_tokenizer
+from tiny_heads import zero_centred
+from transformers import PreTrainedTokenizerFast
+
+from mlx_spec.drafters.mtp.contract import QWEN
+from mlx_spec.drafters.mtp.head import MTPHead
+from tools.mtp_loss import chains, loss, standing
+from tools.train_dflash2 import Frozen
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent / "tiny_pair"
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": len(TOKENS),
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LENGTH, BATCH, STEPS, CHAIN = 64, 12, 700, 3
+
+
+def texts() -> list[str]:
+    """The project's own prose and code, cut into what the model is trained on."""
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("m*/**/*.py"), *ROOT.glob("tools/*.py")]
+    return [path.read_text() for path in sorted(paths)]
+
+
+def corpus() -> np.ndarray:
+    """All texts as tokens, end to end."""
+    write_tokenizer(FOLDER / "target")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "target" / "tokenizer.json"))
+    return np.concatenate([[0, *tokenizer.encode(text, add_special_tokens=False)] for text in texts()])
+
+
+class Pair(nn.Module):
+    """Target and head, trained at once; the head changes nothing about the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model_class, args_class = _get_classes(CONFIG)
+        self.target, self.head = model_class(args_class.from_dict(CONFIG)), MTPHead(CONFIG)
+        self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((CONFIG["hidden_size"],)))
+        for name, value in tree_flatten(self.head.parameters()):
+            if value.ndim == 1:
+                mean, spread = (1.7, 0.3) if "self_attn" in name else (1.35, 0.8)
+                weight = mx.maximum(mean + spread * mx.random.normal(value.shape), 0.1)
+                self.head.load_weights([(name, weight)], strict=False)
+
+    def losses(self, tokens: mx.array) -> mx.array:
+        """Sum of the language model's loss and the head's, over sequences [N, S]."""
+        hidden = self.target.model(tokens)
+        embedding = self.target.model.embed_tokens.weight
+        own = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
+        hidden, embedding = mx.stop_gradient(hidden), mx.stop_gradient(embedding)
+        outputs = chains(self.head, QWEN, CONFIG, embedding, tokens, hidden, CHAIN)
+        lengths = mx.full((tokens.shape[0],), tokens.shape[1])
+        return own + loss(outputs, frozen(embedding), tokens, lengths, 0 * lengths, hidden, hard=0.5)
+
+
+def frozen(embedding: mx.array) -> Frozen:
+    """The target's part of the head's loss, over the whole vocabulary."""
+    ids = mx.arange(embedding.shape[0])
+    return Frozen(embedding, embedding, ids, ids)
+
+
+def train(steps: int) -> Pair:
+    """Train a pair and print how it does."""
+    mx.random.seed(1)
+    rng, data, pair = np.random.default_rng(1), corpus(), Pair()
+    print(f"{len(data)} tokens, {sum(v.size for _, v in tree_flatten(pair.parameters()))} parameters")
+    optimizer = optimizers.AdamW(
+        optimizers.cosine_decay(4e-3, steps), betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True
+    )
+    state = [pair.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(tokens: mx.array) -> mx.array:
+        value, gradients = nn.value_and_grad(pair, lambda t: pair.losses(t))(tokens)
+        optimizer.update(pair, optimizers.clip_grad_norm(gradients, 1.0)[0])
+        return value
+
+    started = time.perf_counter()
+    for done in range(1, steps + 1):
+        starts = rng.integers(0, len(data) - LENGTH, BATCH)
+        value = step(mx.array(np.stack([data[s : s + LENGTH] for s in starts]).astype(np.int32)))
+        mx.eval(state)
+        if done % 50 == 0:
+            print(f"step {done}: loss {value.item():.3f}, {time.perf_counter() - started:.0f} s", flush=True)
+    return pair
+
+
+def save(pair: Pair) -> None:
+    """Write target and head in bfloat16, the head as in an original checkpoint."""
+    pair.update(tree_map(lambda w: w.astype(mx.bfloat16), pair.parameters()))
+    target = dict(tree_flatten(pair.target.parameters()))
+    head = {f"mtp.{n}": v for n, v in zero_centred(dict(tree_flatten(pair.head.parameters()))).items()}
+    (FOLDER / "head").mkdir(parents=True, exist_ok=True)
+    for name, tensors, config in (
+        ("target", target, CONFIG),
+        ("head", head, {"model_type": "qwen3_5_mtp", "text_config": CONFIG}),
+    ):
+        mx.save_safetensors(str(FOLDER / name / "model.safetensors"), tensors, {"format": "mlx"})
+        (FOLDER / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    pair = train(parser.parse_args().steps)
+    data = corpus()
+    tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
+    hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
+    outputs = chains(pair.head, QWEN, CONFIG, embedding, tokens, hidden, CHAIN)
+    stands = np.array(standing(outputs, frozen(embedding), tokens, mx.full((32,), LENGTH)))
+    print(
+        "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
+    )
+    save(pair)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Train an MTP head for a target, on replies that the target wrote (see ``tools.write_replies``).
+
+The modules that are trained are the modules that are shipped: one Qwen3 layer over the target's final hidden state
+and the embedding of the next token, wired as Qwen3.5's head, drafting from the tokens that the replies use most.
+Weights are computed with as they will be packed. ``mlx.launch`` spreads a run over several GPUs.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from metal_kernels.implementations import using
+from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
+from mlx_spec.drafters.mtp.contract import QWEN
+from mlx_spec.drafters.mtp.head import MTPHead
+from mlx_spec.drafters.mtp.tensors import head_tensors, norms_lack_one, shift_norms
+from tools import mtp_loss as mtp
+from tools.quantize_drafter import add_packing_arguments, packing
+from tools.train_data import Replies, frequent_tokens, make_batch
+from tools.train_dflash2 import Frozen
+from tools.train_drafter import (
+    decoding_rounds,
+    first_process,
+    fit,
+    freeze_target,
+    make_optimizer,
+    processes,
+    shipped_weights,
+)
+from tools.write_replies import load_target
+
+# How deep chains are when acceptance is measured.
+DEPTH = 7
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_mtp",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
+    add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
+    add("--heldout", required=True, help=".npz of replies to measure acceptance on")
+    add("--out", required=True, help="folder for the checkpoint")
+    add("--chain", type=int, default=3, help="steps that each chain is trained for")
+    add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
+    add("--heads", type=int, help="query heads (default: the target's)")
+    add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
+    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
+    add("--batch-size", type=int, default=32, help="sequences a step, on each GPU")
+    add("--max-length", type=int, default=512, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
+    add("--steps", type=int, default=4000)
+    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--resume", type=Path, help="start from this checkpoint, of the same shape")
+    add("--seed", type=int, default=0)
+    add_packing_arguments(parser)
+    # What the shared loop draws for block drafters; every position of a reply begins a chain here.
+    parser.set_defaults(anchors=1)
+    return parser
+
+
+def layer_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the head's layer: a Qwen3 of the target's sizes."""
+    heads = target["num_attention_heads"]
+    return {
+        "model_type": "qwen3",
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": args.intermediate_size or target["intermediate_size"],
+        "num_hidden_layers": target["num_hidden_layers"],
+        "num_attention_heads": args.heads or heads,
+        "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
+        "rms_norm_eps": target["rms_norm_eps"],
+        "vocab_size": target["vocab_size"],
+        "max_position_embeddings": target["max_position_embeddings"],
+        "rope_theta": target["rope_theta"],
+        "rope_scaling": target.get("rope_scaling"),
+        "tie_word_embeddings": False,
+    }
+
+
+def initial_head(config: dict[str, Any], resume: Path | None) -> MTPHead:
+    """Return a new head in float32, or one with the weights of a checkpoint, quantised or not."""
+    head = MTPHead(config)
+    if resume is not None:
+        name, start = str(resume), MTPHead(config)
+        tensors = head_tensors(read_tensors(resume, name), QWEN, config["num_hidden_layers"], name)
+        load_tensors(start, {n: v for n, v in tensors.items() if n != "d2t"}, name)
+        plain = tree_flatten(dequantize_model(start).parameters())
+        head.load_weights([(n, v.astype(mx.float32)) for n, v in plain])
+    mx.eval(head.parameters())
+    return head
+
+
+def make_step(
+    head: MTPHead,
+    config: dict[str, Any],
+    frozen: Frozen,
+    target: Any,
+    optimizer: Any,
+    packed: dict[str, dict[str, Any]],
+    args: argparse.Namespace,
+) -> Callable[..., mx.array]:
+    """Return the compiled training step: tokens, lengths and firsts of a batch to its loss."""
+    group = processes()
+
+    def loss(weights: Any, tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
+        head.update(shipped_weights(weights, packed))
+        hidden = mx.stop_gradient(target.model(tokens))
+        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
+        return mtp.loss(outputs, frozen, tokens, lengths, firsts, hidden, args.hard)
+
+    state = [head.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(*batch: mx.array) -> mx.array:
+        master = head.trainable_parameters()
+        value, gradients = mx.value_and_grad(loss)(master, *batch)
+        head.update(master)
+        if group is not None:
+            gradients = nn.average_gradients(gradients, group)
+        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
+        optimizer.update(head, gradients)
+        return value
+
+    return step
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, save, and return what the model card needs."""
+    target, tokenizer = load_target(args.model, "bfloat16")
+    replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
+    config = layer_config(args, vars(target.args))
+    draft_ids = frequent_tokens(replies, args.draft_vocab, config["vocab_size"], list(tokenizer.eos_token_ids))
+    frozen = freeze_target(target, draft_ids)
+    mx.random.seed(args.seed)
+    head = initial_head(config, args.resume)
+    mx.eval(target.parameters(), frozen.head)
+    started = time.perf_counter()
+    optimizer = make_optimizer()
+    optimizer.init(head.trainable_parameters())
+    packed = packing(head, args)
+    step = make_step(head, config, frozen, target, optimizer, packed, args)
+    history = fit(args, step, optimizer, replies, args.chain + 1)
+    head.set_dtype(mx.bfloat16)
+    if first_process():
+        save(Path(args.out), config, head, packed, draft_ids)
+    head.update(shipped_weights(head.parameters(), packed))
+    stands = standing_drafts(head, config, frozen, target, heldout, args.max_length)
+    return {
+        "steps": history[-1][0],
+        "seconds": round(time.perf_counter() - started, 1),
+        "replies": len(replies),
+        "tokens": int(len(replies.tokens)),
+        "parameters": sum(v.size for _, v in tree_flatten(head.parameters())),
+        "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
+        "step_seconds_loss": history[:: max(1, len(history) // 20)],
+    }
+
+
+def standing_drafts(
+    head: MTPHead,
+    config: dict[str, Any],
+    frozen: Frozen,
+    target: Any,
+    heldout: Replies,
+    max_length: int,
+    limit: int = 512,
+) -> list[np.ndarray]:
+    """Return how many of seven drafts stand behind each anchor that held-out greedy replies could have."""
+    chosen, stands = np.flatnonzero(heldout.greedy & (heldout.prompt_lengths >= 2))[:limit], []
+    for i in range(0, len(chosen), 16):
+        batch = make_batch(heldout, chosen[i : i + 16], max_length)
+        tokens, lengths = mx.array(batch.tokens), mx.array(batch.lengths)
+        hidden = target.model(tokens)
+        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, DEPTH)
+        rows = np.array(mtp.standing(outputs, frozen, tokens, lengths))
+        # Decoding begins with the prompt's last token as anchor; chain i is that of the anchor at i + 1.
+        for row, first, length in zip(rows, batch.firsts, batch.lengths, strict=True):
+            stands.append(row[first - 2 : length - 2])
+    return stands
+
+
+def accepted_length(stands: list[np.ndarray], depth: int) -> float:
+    """Return the tokens a round, the bonus token included, of decoding with so many drafts."""
+    lengths = []
+    for row in stands:
+        cut = np.minimum(row, depth)
+        lengths += [1 + int(cut[at]) for at in decoding_rounds(cut)]
+    return round(float(np.mean(lengths)), 3) if lengths else 0.0
+
+
+def save(
+    folder: Path, config: dict[str, Any], head: MTPHead, packed: dict[str, dict[str, Any]], draft_ids: list[int]
+) -> None:
+    """Write the head as an original checkpoint has it: ``mtp.*``, norm weights less one; packed as trained."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shipped = MTPHead(config)
+    shipped.update(head.parameters())
+    nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
+    tensors = shift_norms(dict(tree_flatten(shipped.parameters())), -1.0)
+    if not norms_lack_one(tensors):
+        raise ValueError("The norm weights have left the range in which they can be told from whole ones.")
+    named = {f"mtp.{name}": value for name, value in {**tensors, "d2t": mx.array(draft_ids)}.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), named, metadata={"format": "mlx"})
+    written = {
+        "model_type": "qwen3_5_mtp",
+        "text_config": config,
+        "quantization": next(iter(packed.values()), None),
+    }
+    (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args()
+    with using("stock"):  # our kernels have no gradients
+        result = train(args)
+    if not first_process():
+        return
+    for depth, length in result["accepted_length"].items():
+        print(f"{depth} drafts a round: accepted length {length}")
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
+    print(json.dumps({"arguments": arguments, **result}))
+
+
+if __name__ == "__main__":
+    main()
