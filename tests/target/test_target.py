@@ -101,7 +101,7 @@ def test_context_end_is_an_error_that_says_the_numbers() -> None:
 
 
 def test_an_unknown_architecture_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mistral, qwen2, qwen3, qwen3_5, "):
+    with pytest.raises(UnsupportedModel, match="'mamba'.*supported are llama, mimo, mistral, qwen2, qwen3, "):
         Target(tiny_model("llama"), {"model_type": "mamba"}, "some/model")
 
 
