@@ -4,6 +4,7 @@ from metal_kernels.accept_rows import accept_rows as accept_rows
 from metal_kernels.argmax_rows import argmax_rows as argmax_rows
 from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
+from metal_kernels.attention_rows import row_starts as row_starts
 from metal_kernels.causal_conv_rows import Heads as Heads
 from metal_kernels.causal_conv_rows import causal_conv_advance as causal_conv_advance
 from metal_kernels.causal_conv_rows import causal_conv_replay as causal_conv_replay

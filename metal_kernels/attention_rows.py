@@ -47,19 +47,14 @@ class Cached:
 
     pages: int32 [S, P]. The first ceil(length / slots) of a sequence's entries are its pages; no others are read.
     lengths: int32 [S], positions held. counts: rows of each sequence; they stand one sequence behind another.
+    starts: int32 [S + 1], the first row of each sequence, then R. With it, counts are the most that a sequence may
+    have, so that one graph serves however the rows are shared out; only the kernel takes that, for S > 1.
     """
 
     pages: mx.array
     lengths: mx.array
     counts: tuple[int, ...]
-
-    def positions(self) -> mx.array:
-        """Return the positions [R] int32 of rows that follow what is held, one behind another."""
-        offsets = mx.array([i for count in self.counts for i in range(count)], dtype=mx.int32)
-        if len(self.counts) == 1:
-            return self.lengths + offsets
-        owners = mx.array([s for s, count in enumerate(self.counts) for _ in range(count)])
-        return self.lengths[owners] + offsets
+    starts: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,8 @@ def _native(
     _check_kernel(dim, slots)
     pages = cached.pages if cached.pages.size else mx.zeros((len(cached.counts), 1), dtype=mx.int32)
     splits = split_of(cached.pages.shape[1] * slots + max(cached.counts) - 1) + 1
-    starts, place = _starts(cached.counts), _numbers(layer, view.window or NO_WINDOW)
+    starts = row_starts(cached.counts) if cached.starts is None else cached.starts
+    place = _numbers(layer, view.window or NO_WINDOW)
     sizes = _numbers(pages.shape[1], rows, splits)
     settings = _settings(view.scale, view.softcap or 0.0)
     tree = NO_PATHS if paths is None else paths
@@ -211,7 +207,8 @@ def _numbers(*numbers: int) -> mx.array:
 
 
 @lru_cache(maxsize=4096)
-def _starts(counts: tuple[int, ...]) -> mx.array:
+def row_starts(counts: tuple[int, ...]) -> mx.array:
+    """Return the first row of each sequence, then the number of all rows: int32 [S + 1]."""
     return mx.array([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=mx.int32)
 
 
@@ -334,7 +331,16 @@ def _check(
 
 def _check_cached(cached: Cached, rows: int) -> None:
     sequences = len(cached.counts)
-    if min(cached.counts, default=0) < 1 or sum(cached.counts) != rows:
+    if cached.starts is not None and (sequences > 1 or cached.counts != (rows,)):
+        if cached.starts.shape != (sequences + 1,) or cached.starts.dtype != mx.int32:
+            raise ValueError(
+                f"starts must be int32 [{sequences + 1}], not {cached.starts.dtype} {cached.starts.shape}."
+            )
+        if implementation() != "native" or not 1 <= max(cached.counts) <= MOST_ROWS:
+            raise ValueError(
+                f"Only the kernel takes starts, for 1 to {MOST_ROWS} rows of a sequence, not {cached.counts}."
+            )
+    elif min(cached.counts, default=0) < 1 or sum(cached.counts) != rows:
         raise ValueError(f"Counts of at least 1 must add up to the {rows} rows, not {cached.counts}.")
     if cached.lengths.shape != (sequences,) or cached.pages.ndim != 2 or cached.pages.shape[0] != sequences:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans
+from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans, row_starts
 from mlx_spec.errors import PositionError
 
 # Rows of a sequence that a recurrent layer takes at a time; prompts are cut into pieces of so many.
@@ -123,6 +123,39 @@ def is_prompt(counts: tuple[int, ...]) -> bool:
 def running(counts: SequenceOf[int]) -> tuple[int, ...]:
     """Return the sum of the counts before each."""
     return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+
+class Layout(NamedTuple):
+    """How the R rows of a pass lie, int32 arrays: a graph that reads these serves however the rows are shared out.
+
+    positions: [R]. starts: [S + 1], the first row of each sequence, then R. counts: [S], its rows.
+    """
+
+    positions: mx.array
+    starts: mx.array
+    counts: mx.array
+
+    @staticmethod
+    def of(lengths: SequenceOf[int], counts: tuple[int, ...]) -> "Layout":
+        """Lay rows out one sequence behind another; each follows the ``lengths`` that its sequence holds."""
+        positions = [length + i for length, count in zip(lengths, counts, strict=True) for i in range(count)]
+        return Layout(_int32(positions), row_starts(counts), _int32(counts))
+
+    def pieces(self, longest: int) -> "tuple[Piece, ...]":
+        """Return all rows as one piece; no sequence has more than ``longest`` of them."""
+        spans = RowSpans(self.starts[:-1], self.counts, longest)
+        return (Piece(mx.arange(self.positions.size), spans),)
+
+
+def bounds_of(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most rows that each sequence may have in a graph that runs these.
+
+    Few values occur, so that few graphs are made; a bound wastes some threads of a launch, no more.
+    """
+    most = 1
+    while most < max(counts):
+        most *= 2
+    return (min(most, sum(counts) - len(counts) + 1),) * len(counts)
 
 
 @dataclass(frozen=True)

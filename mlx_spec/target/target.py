@@ -14,7 +14,18 @@ from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
-from mlx_spec.target.past import PIECE_ROWS, Held, Past, Recurrent, is_prompt, pieces_of, running, side_by_side
+from mlx_spec.target.past import (
+    PIECE_ROWS,
+    Held,
+    Layout,
+    Past,
+    Recurrent,
+    bounds_of,
+    is_prompt,
+    pieces_of,
+    running,
+    side_by_side,
+)
 
 DEFAULT_CONTEXT = 8192
 # Page numbers in the smallest page table.
@@ -88,7 +99,7 @@ class Target:
         # Layers of one shape share the arrays of an empty sequence.
         nets = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
         self._empty = Recurrent((nets[0].empty(dtype),) * len(nets) if nets else ())
-        self._compiled: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Callable[..., tuple[Any, ...]]] = {}
 
     def open(self) -> Sequence:
         """Start an empty sequence in this target's pool."""
@@ -128,6 +139,7 @@ class Target:
             mx.concatenate([tokens for _, tokens in batch]),
             page_table([sequence.pages for sequence, _ in batch]),
             mx.array([sequence.length for sequence, _ in batch], dtype=mx.int32),
+            Layout.of([sequence.length for sequence, _ in batch], counts),
             self.pool.data,
             held,
             places,
@@ -179,30 +191,37 @@ class Target:
         self, counts: tuple[int, ...], taps: tuple[int, ...], most_accepted: int
     ) -> Callable[..., tuple[Any, ...]]:
         """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
-
-        def run(
-            longest: int,
-            tokens: mx.array,
-            pages: mx.array,
-            lengths: mx.array,
-            pool: mx.array,
-            held: Any,
-            places: Any,
-        ) -> tuple[Any, ...]:
-            # mx.compile hands over plain tuples.
-            layers, (slots, first, accepted) = tuple(Held(*each) for each in held), places
-            cached = Cached(pages, lengths, counts)
-            rows = min(longest, layers[0].k.shape[0]) if layers else 1
-            spans = RowSpans(first, accepted, rows)
-            past = Past(cached.positions(), cached, pool, layers, slots, spans, pieces_of(counts))
-            return self._run(tokens, past, taps)
-
         if sum(counts) > MAX_ROWS or not is_traceable():
-            return partial(run, most_accepted)
-        if (counts, taps) not in self._compiled:
-            # A number of accepted rows in the graph would be another graph.
-            self._compiled[counts, taps] = mx.compile(partial(run, PIECE_ROWS))
-        return self._compiled[counts, taps]
+            return partial(self._pass, counts, None, taps, most_accepted)
+        # How the rows are shared out, and a number of accepted rows, would be other graphs if they were in it.
+        bounds = bounds_of(counts)
+        if (sum(counts), bounds, taps) not in self._compiled:
+            graph = partial(self._pass, bounds, max(bounds), taps, PIECE_ROWS)
+            self._compiled[sum(counts), bounds, taps] = mx.compile(graph)
+        return self._compiled[sum(counts), bounds, taps]
+
+    def _pass(
+        self,
+        counts: tuple[int, ...],
+        longest: int | None,
+        taps: tuple[int, ...],
+        most_accepted: int,
+        tokens: mx.array,
+        pages: mx.array,
+        lengths: mx.array,
+        layout: Any,
+        pool: mx.array,
+        held: Any,
+        places: Any,
+    ) -> tuple[Any, ...]:
+        """Run rows ``counts``; with ``longest``, counts are bounds, and the layout's arrays say the numbers."""
+        # mx.compile hands over plain tuples.
+        layout, layers, (slots, first, accepted) = Layout(*layout), tuple(Held(*each) for each in held), places
+        cached = Cached(pages, lengths, counts, None if longest is None else layout.starts)
+        rows = min(most_accepted, layers[0].k.shape[0]) if layers else 1
+        spans = RowSpans(first, accepted, rows)
+        pieces = pieces_of(counts) if longest is None else layout.pieces(longest)
+        return self._run(tokens, Past(layout.positions, cached, pool, layers, slots, spans, pieces), taps)
 
     def _run(
         self, tokens: mx.array, past: Past, taps: tuple[int, ...]

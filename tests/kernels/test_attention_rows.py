@@ -411,6 +411,14 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"cached": Cached(mx.zeros((1, 1), dtype=mx.int32), mx.array([3]), (3,))}, "add up to the 2 rows"),
         ({"cached": Cached(mx.zeros((2, 1), dtype=mx.int32), mx.array([3]), (1, 1))}, r"lengths \[2\]"),
         ({"cached": Cached(mx.zeros((1, 1)), mx.array([3]), (2,))}, "must be int32"),
+        (
+            {"cached": Cached(mx.zeros((2, 1), dtype=mx.int32), mx.array([3, 3]), (2, 2), mx.array([0, 2]))},
+            r"starts must be int32 \[3\]",
+        ),
+        (
+            {"cached": Cached(mx.zeros((2, 1), dtype=mx.int32), mx.array([3, 3]), (2, 2), mx.array([0, 1, 2]))},
+            "Only the kernel takes starts",
+        ),
     ],
 )
 def test_raises_for_what_does_not_fit(changes: dict[str, Any], said: str) -> None:

@@ -3,9 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from emulator import launcher
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
+import mlx_spec.target.target
+from metal_kernels.launch import launching
 from mlx_spec.errors import ContextFull, RequestError, UnsupportedModel
 from mlx_spec.target import Target
 
@@ -67,6 +70,29 @@ def test_sequences_of_one_pass_do_not_see_each_other() -> None:
         assert mx.array_equal(part.hidden, alone.hidden)
         assert mx.array_equal(part.kv, alone.kv)
         assert mx.array_equal(part.taps, alone.taps)
+
+
+@pytest.mark.parametrize("family", ["llama_sliding", "qwen3_next"])
+def test_one_graph_serves_however_rows_are_shared_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the kernels find each sequence's rows by arrays, give them the bits that they have alone."""
+    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    monkeypatch.setattr(mx, "compile", lambda graph: graph)
+    target = tiny_target(family, mx.bfloat16)
+    sequences = [target.open() for _ in range(3)]
+    for at, sequence in enumerate(sequences):
+        target.prefill(sequence, TOKENS[at : 2 + 38 * (at % 2) + at])
+    with launching(lambda kernel: launcher(kernel, check=False)):
+        for counts in ((3, 1, 1), (1, 3, 1)):
+            rows = [mx.array(TOKENS[50 + count : 50 + 2 * count]) for count in counts]
+            alone = [target.forward([pair], taps=[1]) for pair in zip(sequences, rows, strict=True)]
+            graphs = len(target._compiled)
+            together = target.forward(list(zip(sequences, rows, strict=True)), taps=[1])
+            for index, (sequence, count, own) in enumerate(zip(sequences, counts, alone, strict=True)):
+                part = together.rows(index, count)
+                assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
+                assert mx.array_equal(part.taps, own.taps)
+                target.commit(sequence, together.rows(index, (count + 1) // 2))
+    assert len(target._compiled) == graphs
 
 
 def test_taps_are_layer_outputs_and_the_final_norm() -> None:
