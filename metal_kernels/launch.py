@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import mlx.core as mx
 
@@ -55,12 +56,23 @@ class Kernel:
             _launched.append(self)
         return (_launcher or _gpu_launcher)(self)(
             inputs=list(inputs),
-            template=list(template),
+            template=[*template, ("SIGNATURE", signature(inputs))],
             grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
             threadgroup=threads,
             output_shapes=list(shapes),
             output_dtypes=list(dtypes),
         )
+
+
+def signature(inputs: Sequence[mx.array]) -> int:
+    """Return a number that differs where the signature that MLX writes for a kernel does.
+
+    MLX finds compiled kernels by name and template alone. Where the same ones came with another dtype, its CUDA
+    backend would run the wrong kernel; and Metal's compile again at each change between less than eight elements,
+    which are passed in constant memory, and more.
+    """
+    words = [f"{x.dtype}{' few' * (x.size < 8)}{' scalar' * (x.ndim == 0)}" for x in inputs]
+    return crc32(",".join(words).encode()) >> 1
 
 
 _launcher: Callable[[Kernel], Launcher] | None = None

@@ -1,6 +1,7 @@
 """How a kernel's text is put together, translated to CUDA and launched, and which implementation is chosen."""
 
 import importlib
+import io
 import pkgutil
 import re
 import shutil
@@ -14,7 +15,7 @@ from emulator import generated
 from emulator.generated import Specialisation
 
 import metal_kernels
-from metal_kernels import cuda_dialect, implementations, launch
+from metal_kernels import constants, cuda_dialect, implementations, launch
 from metal_kernels.implementations import VARIABLE, implementation, using
 from metal_kernels.launch import Kernel, can_launch, launching
 
@@ -145,6 +146,30 @@ def test_nvcc_compiles(kernel: Kernel, launched: dict[Kernel, Specialisation], t
 # ---- launching
 
 
+def test_a_signature_tells_apart_what_mlx_compiles_apart() -> None:
+    def signature(size: int, dtype: mx.Dtype = mx.float32) -> int:
+        return launch.signature([mx.zeros(size, dtype=dtype), mx.zeros(9)])
+
+    assert signature(1) == signature(7) != signature(8) == signature(1000)
+    assert signature(9) != signature(9, mx.bfloat16)
+    assert signature(1) != launch.signature([mx.array(0.0), mx.zeros(9)])
+    assert 0 <= signature(9) < 2**31
+
+
+def test_fixed_numbers_are_made_once_and_kept() -> None:
+    assert constants.ints(3, 5).tolist() == [3, 5] and constants.ints(3, 5) is constants.ints(3, 5)
+    assert constants.floats(0.5).dtype == mx.float32 and constants.floats(0.5).shape == (1,)
+    assert constants.resident(constants.ints(7)).tolist() == [7]
+
+
+def test_fixed_numbers_are_no_work_of_a_compiled_pass() -> None:
+    compiled = mx.compile(lambda x: x + constants.ints(901, 902))
+    assert compiled(mx.array([1, 2])).tolist() == [902, 904]
+    graph = io.StringIO()
+    mx.export_to_dot(graph, constants.ints(901, 902))
+    assert "Slice" not in graph.getvalue()
+
+
 def test_a_kernel_is_launched_with_whole_threadgroups(folder: Path) -> None:
     calls: list[dict[str, Any]] = []
 
@@ -166,7 +191,7 @@ def test_a_kernel_is_launched_with_whole_threadgroups(folder: Path) -> None:
         {
             "kernel": kernel,
             "inputs": [x],
-            "template": [("K", 2)],
+            "template": [("K", 2), ("SIGNATURE", launch.signature([x]))],
             "grid": (64, 6, 4),
             "threadgroup": (32, 2, 1),
             "output_shapes": [(3,)],
