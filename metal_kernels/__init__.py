@@ -4,10 +4,11 @@ from metal_kernels.accept_rows import accept_rows as accept_rows
 from metal_kernels.argmax_rows import argmax_rows as argmax_rows
 from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
-from metal_kernels.attention_rows import row_starts as row_starts
 from metal_kernels.causal_conv_rows import Heads as Heads
 from metal_kernels.causal_conv_rows import causal_conv_advance as causal_conv_advance
 from metal_kernels.causal_conv_rows import causal_conv_replay as causal_conv_replay
+from metal_kernels.constants import ints as ints
+from metal_kernels.constants import resident as resident
 from metal_kernels.dynamic_conv import dynamic_conv as dynamic_conv
 from metal_kernels.gated_delta_rows import DeltaRows as DeltaRows
 from metal_kernels.gated_delta_rows import Gates as Gates

@@ -1,11 +1,11 @@
 """Attention of a pass's rows over their sequences' pages and over each other, by absolute position."""
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from math import prod
 
 import mlx.core as mx
 
+from metal_kernels.constants import floats, ints
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
 
@@ -38,7 +38,6 @@ MOST_ROWS = 16
 # Of the kernel: simdgroups of a threadgroup, keys of a tile.
 SIMDGROUPS, TILE = 8, 32
 NO_WINDOW = 2**31 - 1
-NO_PATHS, NO_SINKS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.float32)
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,11 @@ def _native(
     _check_kernel(dim, slots)
     pages = cached.pages if cached.pages.size else mx.zeros((len(cached.counts), 1), dtype=mx.int32)
     splits = split_of(cached.pages.shape[1] * slots + max(cached.counts) - 1) + 1
-    starts = row_starts(cached.counts) if cached.starts is None else cached.starts
-    place = _numbers(layer, view.window or NO_WINDOW)
-    sizes = _numbers(pages.shape[1], rows, splits)
-    settings = _settings(view.scale, view.softcap or 0.0)
-    tree = NO_PATHS if paths is None else paths
+    starts = _starts(cached.counts) if cached.starts is None else cached.starts
+    place = ints(layer, view.window or NO_WINDOW)
+    sizes = ints(pages.shape[1], rows, splits)
+    settings = floats(view.scale, view.softcap or 0.0)
+    tree = ints(0) if paths is None else paths
     modes = [("H", heads), ("D", dim), ("HAS_PATHS", paths is not None), ("IS_BLOCK", view.block)]
     lanes, vectors = _work(dim)
     simdgroups = -(-max(cached.counts) * (heads // kv_heads) // vectors)
@@ -174,7 +173,7 @@ def _native(
         shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
         dtypes=[mx.float32, mx.float32],
     )
-    sinks = NO_SINKS if view.sinks is None else view.sinks
+    sinks = floats(0.0) if view.sinks is None else view.sinks
     (out,) = COMBINE(
         [partials, weights, cached.lengths, starts, tree, sinks, place, sizes],
         template=[("T", queries.dtype), *modes, ("HAS_SINKS", view.sinks is not None)],
@@ -201,20 +200,8 @@ def _strides(pool: mx.array, slot_major: bool) -> list[tuple[str, int]]:
     return list(zip(names, (page, layer, slot, value, sizes[1 if slot_major else 3]), strict=True))
 
 
-@lru_cache(maxsize=4096)
-def _numbers(*numbers: int) -> mx.array:
-    return mx.array(numbers, dtype=mx.int32)
-
-
-@lru_cache(maxsize=4096)
-def row_starts(counts: tuple[int, ...]) -> mx.array:
-    """Return the first row of each sequence, then the number of all rows: int32 [S + 1]."""
-    return mx.array([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=mx.int32)
-
-
-@cache
-def _settings(scale: float, softcap: float) -> mx.array:
-    return mx.array([scale, softcap], dtype=mx.float32)
+def _starts(counts: tuple[int, ...]) -> mx.array:
+    return ints(*(sum(counts[:i]) for i in range(len(counts) + 1)))
 
 
 def _composed(

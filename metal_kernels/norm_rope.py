@@ -1,10 +1,10 @@
 """RMSNorm and rotary position encoding of heads: of any heads, of a joined projection, of context keys."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 
+from metal_kernels.constants import floats
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
 from metal_kernels.rope import Rope
@@ -175,7 +175,7 @@ def _native(
             key_weights,
             positions,
             rope.frequencies,
-            _settings(eps, rope.scale),
+            floats(eps, rope.scale),
         ],
         template=[
             ("T", x.dtype),
@@ -196,8 +196,3 @@ def _native(
         dtypes=[x.dtype],
     )
     return out
-
-
-@cache
-def _settings(eps: float, scale: float) -> mx.array:
-    return mx.array([eps, scale], dtype=mx.float32)

@@ -1,9 +1,8 @@
 """The RMSNorm of rows, with the residual addition that stands before it in a block."""
 
-from functools import cache
-
 import mlx.core as mx
 
+from metal_kernels.constants import floats
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
 
@@ -48,7 +47,7 @@ def _native(x: mx.array, weight: mx.array, eps: float, residual: mx.array | None
     rows, width = x.shape
     threads = min(MOST_THREADS, -(-width // 128) * 32)
     (out,) = KERNEL(
-        [x, x if residual is None else residual, weight, _constant(eps)],
+        [x, x if residual is None else residual, weight, floats(eps)],
         template=[("T", x.dtype), ("WIDTH", width), ("THREADS", threads), ("RESIDUAL", residual is not None)],
         groups=(1, rows, 1),
         threads=(threads, 1, 1),
@@ -56,8 +55,3 @@ def _native(x: mx.array, weight: mx.array, eps: float, residual: mx.array | None
         dtypes=[x.dtype],
     )
     return (x, out) if residual is None else (out[rows:], out[:rows])
-
-
-@cache
-def _constant(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)

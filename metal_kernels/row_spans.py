@@ -5,6 +5,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from metal_kernels.constants import ints
+
 MOST_ROWS = 32
 
 
@@ -24,7 +26,7 @@ class RowSpans:
     @cache
     def all_rows(rows: int) -> "RowSpans":
         """Return the spans of one sequence that has all rows of a pass."""
-        return RowSpans(mx.array([0], dtype=mx.int32), mx.array([rows], dtype=mx.int32), rows)
+        return RowSpans(ints(0), ints(rows), rows)
 
     @property
     def sequences(self) -> int:
@@ -57,7 +59,7 @@ class RowSpans:
 
     def own_slots(self) -> mx.array:
         """Return the slots of sequences that start from the state of their own number: int32 [S]."""
-        return _count_up(self.sequences)
+        return ints(*range(self.sequences))
 
     def gather(self, x: mx.array) -> mx.array:
         """Lay out rows [R, ...] by sequence: [S, longest, ...]. Behind a sequence's rows stand other rows."""
@@ -76,8 +78,3 @@ class RowSpans:
 
     def _rows(self) -> mx.array:
         return self.first[:, None] + mx.arange(self.longest)[None]
-
-
-@cache
-def _count_up(count: int) -> mx.array:
-    return mx.array(list(range(count)), dtype=mx.int32)

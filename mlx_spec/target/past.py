@@ -3,15 +3,18 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans, row_starts
+from metal_kernels import MAX_ROWS, Cached, DeltaRows, RowSpans, ints, resident
 from mlx_spec.errors import PositionError
 
 # Rows of a sequence that a recurrent layer takes at a time; prompts are cut into pieces of so many.
 PIECE_ROWS = 32
+# Page numbers in the smallest page table.
+MIN_TABLE = 8
 
 
 class Held(NamedTuple):
@@ -66,15 +69,16 @@ class Recurrent:
         return [array for held in self.layers for array in held]
 
 
-class Places(NamedTuple):
-    """Where each of S sequences stands in what layers hold, int32 [S] each: see Recurrent."""
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence stands in what layers hold: see Recurrent."""
 
-    slots: mx.array
-    first: mx.array
-    accepted: mx.array
+    slot: int
+    first: int
+    accepted: int
 
 
-def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], Places]:
+def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], list[Place]]:
     """Return what the layers hold of all these sequences, and where each of them stands in it.
 
     Sequences that last ran in one pass share it already; then nothing is copied.
@@ -85,11 +89,10 @@ def side_by_side(pasts: SequenceOf[Recurrent]) -> tuple[tuple[Held, ...], Places
     for layers in distinct:
         states[id(layers)], rows[id(layers)] = slots, first
         slots, first = (slots + layers[0].state.shape[0], first + layers[0].k.shape[0]) if layers else (0, 0)
-    places = Places(
-        _int32([states[id(past.layers)] + past.slot for past in pasts]),
-        _int32([rows[id(past.layers)] + past.first for past in pasts]),
-        _int32([past.accepted for past in pasts]),
-    )
+    places = [
+        Place(states[id(past.layers)] + past.slot, rows[id(past.layers)] + past.first, past.accepted)
+        for past in pasts
+    ]
     if len(distinct) == 1:
         return distinct[0], places
     return tuple(Held.joined(parts) for parts in zip(*distinct, strict=True)), places
@@ -110,8 +113,8 @@ def pieces_of(counts: tuple[int, ...]) -> tuple[Piece, ...]:
     for begin in range(0, max(counts), PIECE_ROWS):
         size = tuple(min(max(count - begin, 0), PIECE_ROWS) for count in counts)
         index = [start + begin + i for start, rows in zip(starts, size, strict=True) for i in range(rows)]
-        spans = RowSpans(_int32(running(size)), _int32(size), max(size))
-        pieces.append(Piece(_int32(index), spans))
+        spans = RowSpans(ints(*running(size)), ints(*size), max(size))
+        pieces.append(Piece(ints(*index), spans))
     return tuple(pieces)
 
 
@@ -125,26 +128,58 @@ def running(counts: SequenceOf[int]) -> tuple[int, ...]:
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-class Layout(NamedTuple):
-    """How the R rows of a pass lie, int32 arrays: a graph that reads these serves however the rows are shared out.
+@dataclass(frozen=True)
+class Layout:
+    """How the R rows of S sequences lie and what they stand behind, int32 arrays.
 
-    positions: [R]. starts: [S + 1], the first row of each sequence, then R. counts: [S], its rows.
+    All that changes from round to round is in here: a graph that reads it serves however the rows are shared out.
+    positions: [R]. starts: [S + 1], the first row of each sequence, then R. counts: [S], its rows. lengths: [S],
+    the positions it holds. pages: [S, P], see ``page_table``. slots, first, accepted: [S], its Place.
     """
 
     positions: mx.array
     starts: mx.array
     counts: mx.array
+    lengths: mx.array
+    slots: mx.array
+    first: mx.array
+    accepted: mx.array
+    pages: mx.array
 
     @staticmethod
-    def of(lengths: SequenceOf[int], counts: tuple[int, ...]) -> "Layout":
-        """Lay rows out one sequence behind another; each follows the ``lengths`` that its sequence holds."""
+    def packed(
+        counts: tuple[int, ...],
+        lengths: SequenceOf[int],
+        places: SequenceOf[Place],
+        pages: SequenceOf[SequenceOf[int]],
+    ) -> mx.array:
+        """Lay rows out one sequence behind another, all in one array: what the host writes costs by the piece."""
         positions = [length + i for length, count in zip(lengths, counts, strict=True) for i in range(count)]
-        return Layout(_int32(positions), row_starts(counts), _int32(counts))
+        numbers = [*positions, *running(counts), sum(counts), *counts, *lengths]
+        for part in ("slot", "first", "accepted"):
+            numbers += [getattr(place, part) for place in places]
+        return mx.array([*numbers, *(number for row in page_table(pages) for number in row)], dtype=mx.int32)
+
+    @staticmethod
+    def unpacked(numbers: mx.array, rows: int, sequences: int) -> "Layout":
+        """Return the parts of what ``packed`` made, in the device's memory."""
+        sizes = [rows, sequences + 1, *[sequences] * 5]
+        parts = mx.split(resident(numbers), list(accumulate(sizes)))
+        positions, starts, counts, lengths, slots, first, accepted, pages = parts
+        return Layout(positions, starts, counts, lengths, slots, first, accepted, pages.reshape(sequences, -1))
 
     def pieces(self, longest: int) -> "tuple[Piece, ...]":
         """Return all rows as one piece; no sequence has more than ``longest`` of them."""
         spans = RowSpans(self.starts[:-1], self.counts, longest)
         return (Piece(mx.arange(self.positions.size), spans),)
+
+
+def page_table(pages: SequenceOf[SequenceOf[int]]) -> list[list[int]]:
+    """Return page numbers, S rows of a power of two, so that few shapes occur; unused places hold page 0."""
+    size = MIN_TABLE
+    while size < max(len(row) for row in pages):
+        size *= 2
+    return [[*row, *[0] * (size - len(row))] for row in pages]
 
 
 def bounds_of(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -173,7 +208,3 @@ class Past:
     slots: mx.array
     accepted: RowSpans
     pieces: tuple[Piece, ...]
-
-
-def _int32(values: SequenceOf[int]) -> mx.array:
-    return mx.array(list(values), dtype=mx.int32)

@@ -28,8 +28,6 @@ from mlx_spec.target.past import (
 )
 
 DEFAULT_CONTEXT = 8192
-# Page numbers in the smallest page table.
-MIN_TABLE = 8
 
 
 @dataclass(frozen=True)
@@ -137,12 +135,9 @@ class Target:
         run = self._runner(counts, tuple(taps), max(1, *(past.accepted for past in pasts)))
         hidden, features, kv, kept = run(
             mx.concatenate([tokens for _, tokens in batch]),
-            page_table([sequence.pages for sequence, _ in batch]),
-            mx.array([sequence.length for sequence, _ in batch], dtype=mx.int32),
-            Layout.of([sequence.length for sequence, _ in batch], counts),
+            Layout.packed(counts, [each.length for each, _ in batch], places, [each.pages for each, _ in batch]),
             self.pool.data,
             held,
-            places,
         )
         return Pass(hidden, features, kv, counts, behind(kept, counts))
 
@@ -207,21 +202,18 @@ class Target:
         taps: tuple[int, ...],
         most_accepted: int,
         tokens: mx.array,
-        pages: mx.array,
-        lengths: mx.array,
-        layout: Any,
+        numbers: mx.array,
         pool: mx.array,
         held: Any,
-        places: Any,
     ) -> tuple[Any, ...]:
-        """Run rows ``counts``; with ``longest``, counts are bounds, and the layout's arrays say the numbers."""
+        """Run rows ``counts``; with ``longest``, counts are bounds, and the layout says the numbers."""
         # mx.compile hands over plain tuples.
-        layout, layers, (slots, first, accepted) = Layout(*layout), tuple(Held(*each) for each in held), places
-        cached = Cached(pages, lengths, counts, None if longest is None else layout.starts)
+        layout, layers = Layout.unpacked(numbers, tokens.size, len(counts)), tuple(Held(*each) for each in held)
+        cached = Cached(layout.pages, layout.lengths, counts, None if longest is None else layout.starts)
         rows = min(most_accepted, layers[0].k.shape[0]) if layers else 1
-        spans = RowSpans(first, accepted, rows)
+        spans = RowSpans(layout.first, layout.accepted, rows)
         pieces = pieces_of(counts) if longest is None else layout.pieces(longest)
-        return self._run(tokens, Past(layout.positions, cached, pool, layers, slots, spans, pieces), taps)
+        return self._run(tokens, Past(layout.positions, cached, pool, layers, layout.slots, spans, pieces), taps)
 
     def _run(
         self, tokens: mx.array, past: Past, taps: tuple[int, ...]
@@ -270,11 +262,3 @@ def behind(held: SequenceOf[Any], counts: tuple[int, ...]) -> tuple[Recurrent, .
 def is_sliding(layer: Any) -> bool:
     """Whether a decoder layer of mlx-lm sees the newest positions only."""
     return bool(getattr(layer, "use_sliding", False))
-
-
-def page_table(pages: SequenceOf[SequenceOf[int]]) -> mx.array:
-    """Return page numbers [S, P] int32, P a power of two, so that few shapes occur; unused places hold page 0."""
-    size = MIN_TABLE
-    while size < max(len(row) for row in pages):
-        size *= 2
-    return mx.array([[*row, *[0] * (size - len(row))] for row in pages], dtype=mx.int32)
