@@ -237,15 +237,26 @@ def _composed(
         return rows
 
     visible = _visible(length, row_at, key_at, view, paths)
-    laid = lay_out(0, keys), lay_out(1, values)
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return _attend(queries, lay_out(0, keys), lay_out(1, values), visible, view)
+    # The CPU, which the others are compared with, keeps what a row does not see from it as the kernel does.
+    is_finite = mx.all(mx.isfinite(values), axis=(1, 2))
+    laid = lay_out(0, keys), lay_out(1, mx.where(is_finite[:, None, None], values, 0).astype(values.dtype))
+    out = _attend(queries, *laid, visible, view)
+    sees_others = mx.any(visible[:, row_at] & ~is_finite, axis=1)
+    return mx.where(sees_others[:, None, None], mx.nan, out).astype(out.dtype)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View) -> mx.array:
+    """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N]."""
     if implementation() == "reference":
-        wide = [x.astype(mx.float32) for x in (queries, *laid)]
+        wide = [x.astype(mx.float32) for x in (queries, keys, values)]
         return reference_attention_rows(wide[0], wide[1], wide[2], visible, view).astype(queries.dtype)
     if view.softcap is not None:
-        return reference_attention_rows(queries, *laid, visible, view)
+        return reference_attention_rows(queries, keys, values, visible, view)
     out = mx.fast.scaled_dot_product_attention(
         queries.swapaxes(0, 1)[None],
-        *(x.swapaxes(0, 1)[None] for x in laid),
+        *(x.swapaxes(0, 1)[None] for x in (keys, values)),
         scale=view.scale,
         mask=visible,
         sinks=None if view.sinks is None else view.sinks.astype(queries.dtype),

@@ -356,6 +356,21 @@ def test_what_a_row_does_not_see_may_be_infinite() -> None:
     assert not mx.any(mx.isfinite(got[5])).item()
 
 
+@pytest.mark.parametrize("spoil", [mx.inf, mx.nan])
+@pytest.mark.parametrize("kind", ["stock", "reference"])
+def test_on_a_cpu_later_rows_may_be_infinite(kind: str, spoil: float) -> None:
+    """Rows that see one are not numbers, also where its value alone is none."""
+    problem = Problem.random((50,), (6,), dtype=mx.bfloat16)
+    only = mx.arange(6)[:, None, None] == 3
+    keys, values = (mx.where(only, spoil, x).astype(x.dtype) for x in (problem.keys, problem.values))
+    with running(kind):
+        clean = problem.run()
+        for changed in (replace(problem, values=values), replace(problem, values=values, keys=keys)):
+            got = changed.run()
+            np.testing.assert_array_equal(bits(got[:3]), bits(clean[:3]))
+            assert not mx.any(mx.isfinite(got[3:])).item()
+
+
 def test_a_row_that_is_not_a_number_stays_so() -> None:
     problem = Problem.random((50,), (2,))
     spoiled = problem.queries * mx.array([1.0, mx.nan])[:, None, None]

@@ -83,6 +83,20 @@ def test_every_number_of_accepted_rows_gives_the_state_of_rows_one_by_one(family
 
 
 @hybrids
+def test_a_rejected_row_that_is_not_a_number_touches_nothing(family: str) -> None:
+    """Neither the rows before it nor the state behind them."""
+    target = tiny_target(family)
+    embedding = getattr(target.model, "language_model", target.model).model.embed_tokens
+    embedding.weight = mx.where(mx.arange(96)[:, None] == 95, mx.nan, embedding.weight)
+    block, stepped = opened(target, TOKENS[:PROMPT]), opened(target, TOKENS[:PROMPT])
+    rows = TOKENS[PROMPT : PROMPT + 3]
+    hidden = advance(target, block, [*rows, 95, 4], accepted=3).hidden
+    alone = mx.concatenate([advance(target, stepped, [token]).hidden for token in rows])
+    assert mx.array_equal(hidden[:3], alone) and bool(mx.all(mx.isnan(hidden[3:])))
+    assert_alike(target, block, stepped)
+
+
+@hybrids
 def test_the_state_reaches_far_back(family: str) -> None:
     """Else a state that is wrong would soon be right again, and no test above would see it."""
     target = target_of(family)
@@ -215,7 +229,8 @@ class Lane:
 
     def _round(self, most: int) -> None:
         at, right = len(self.text), self.sequence.length % 4
-        drafts = [token + (i >= right) for i, token in enumerate(self.known[at : at + self.depth])]
+        known = self.known[at : at + self.depth]
+        drafts = [(token + (i >= right)) % self.target.vocab_size for i, token in enumerate(known)]
         rows = self.target.forward([(self.sequence, mx.array([self.text[-1], *drafts]))])
         said = mx.argmax(self.target.logits(rows.hidden), axis=-1).tolist()
         agreed = next((i for i, draft in enumerate(drafts) if draft != said[i]), len(drafts))
