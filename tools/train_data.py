@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
 
@@ -53,6 +54,11 @@ class Batch:
     tokens: np.ndarray
     lengths: np.ndarray
     firsts: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """All three, on the device."""
+        return mx.array(self.tokens), mx.array(self.lengths), mx.array(self.firsts)
 
 
 def frequent_tokens(replies: Replies, count: int, vocab_size: int, always: list[int]) -> list[int]:

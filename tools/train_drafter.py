@@ -146,30 +146,24 @@ def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
 
 
 def make_step(
-    model: DraftModel,
-    config: DFlash2Config,
-    frozen: dflash2.Frozen,
-    target: Any,
-    optimizer: Any,
-    packed: dict[str, dict[str, Any]],
-    hard: float,
+    model: nn.Module, loss: Callable[..., mx.array], optimizer: Any, packed: dict[str, dict[str, Any]]
 ) -> Callable[..., mx.array]:
-    """Return the compiled training step: tokens, lengths and firsts of a batch, and rows [N, A], to its loss."""
+    """Return the compiled training step of a drafter: what ``loss`` takes, to the loss before the step.
+
+    ``loss`` runs the drafter's modules, which hold their weights as they will be computed with.
+    """
     group = processes()
 
-    def loss(weights: Any, tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
+    def shipped_loss(weights: Any, *inputs: mx.array) -> mx.array:
         model.update(shipped_weights(weights, packed))
-        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
-        anchors = dflash2.draw_anchors(frozen, tokens, lengths, firsts, seen.hidden, rows.shape[1])
-        seen = dflash2.Seen(mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden))
-        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, seen, hard)
+        return loss(*inputs)
 
     state = [model.state, optimizer.state, mx.random.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
-    def step(*batch: mx.array) -> mx.array:
+    def step(*inputs: mx.array) -> mx.array:
         master = model.trainable_parameters()
-        value, gradients = mx.value_and_grad(loss)(master, *batch)
+        value, gradients = mx.value_and_grad(shipped_loss)(master, *inputs)
         model.update(master)
         if group is not None:
             gradients = nn.average_gradients(gradients, group)
@@ -280,8 +274,21 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
     packed = packing(model, args)
-    step = make_step(model, config, frozen, target, optimizer, packed, args.hard)
-    history = fit(args, step, optimizer, replies, config.block_size)
+
+    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
+        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
+        anchors = dflash2.draw_anchors(frozen, tokens, lengths, firsts, seen.hidden, rows.shape[1])
+        seen = dflash2.Seen(mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden))
+        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, seen, args.hard)
+
+    def inputs(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
+        # Batches of shorter sequences have more of them and fewer blocks in each.
+        count = len(batch.lengths)
+        rows = block_rows((count, args.anchors * args.batch_size // count), config.block_size, rng)
+        return (*batch.arrays, mx.array(rows))
+
+    step = make_step(model, loss, optimizer, packed)
+    history = fit(args, step, optimizer, replies, inputs)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
     if first_process():
@@ -313,9 +320,12 @@ def fit(
     step: Callable[..., mx.array],
     optimizer: optimizers.MultiOptimizer,
     replies: Replies,
-    block_size: int,
+    inputs: Callable[[Batch, np.random.Generator], tuple[mx.array, ...]] = lambda batch, rng: batch.arrays,
 ) -> list[tuple[int, float, float]]:
-    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights."""
+    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights.
+
+    inputs: makes what ``step`` takes of a batch; what has to be drawn comes from the generator.
+    """
     group = processes()
     rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
     source = batches(replies, args.batch_size, args.max_length, rng)
@@ -333,7 +343,7 @@ def fit(
                     bar.total = steps
                 for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
                     part.learning_rate = schedule(share * args.learning_rate, done, steps)
-                last, value = value, step(*step_inputs(next(source), args, block_size, rng))
+                last, value = value, step(*inputs(next(source), rng))
                 mx.async_eval(value)
                 # While a step runs, the next is prepared.
                 loss = float((last if done < steps else value).item())
@@ -346,15 +356,6 @@ def fit(
         except KeyboardInterrupt:
             bar.write("stopped; saving what there is")
     return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
-
-
-def step_inputs(
-    batch: Batch, args: argparse.Namespace, block_size: int, rng: np.random.Generator
-) -> tuple[mx.array, ...]:
-    """Return what a step takes; batches of shorter sequences have more of them and fewer blocks in each."""
-    count = len(batch.lengths)
-    rows = block_rows((count, args.anchors * args.batch_size // count), block_size, rng)
-    return tuple(mx.array(a) for a in (batch.tokens, batch.lengths, batch.firsts, rows))
 
 
 def schedule(peak: float, step: int, steps: int) -> mx.array:

@@ -8,14 +8,12 @@ Weights are computed with as they will be packed. ``mlx.launch`` spreads a run o
 import argparse
 import json
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn, optimizers
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
@@ -34,7 +32,7 @@ from tools.train_drafter import (
     fit,
     freeze_target,
     make_optimizer,
-    processes,
+    make_step,
     shipped_weights,
 )
 from tools.write_replies import load_target
@@ -68,8 +66,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--resume", type=Path, help="start from this checkpoint, of the same shape")
     add("--seed", type=int, default=0)
     add_packing_arguments(parser)
-    # What the shared loop draws for block drafters; every position of a reply begins a chain here.
-    parser.set_defaults(anchors=1)
     return parser
 
 
@@ -106,40 +102,6 @@ def initial_head(config: dict[str, Any], resume: Path | None) -> MTPHead:
     return head
 
 
-def make_step(
-    head: MTPHead,
-    config: dict[str, Any],
-    frozen: Frozen,
-    target: Any,
-    optimizer: Any,
-    packed: dict[str, dict[str, Any]],
-    args: argparse.Namespace,
-) -> Callable[..., mx.array]:
-    """Return the compiled training step: tokens, lengths and firsts of a batch to its loss."""
-    group = processes()
-
-    def loss(weights: Any, tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
-        head.update(shipped_weights(weights, packed))
-        hidden = mx.stop_gradient(target.model(tokens))
-        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
-        return mtp.loss(outputs, frozen, tokens, lengths, firsts, hidden, args.hard)
-
-    state = [head.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step(*batch: mx.array) -> mx.array:
-        master = head.trainable_parameters()
-        value, gradients = mx.value_and_grad(loss)(master, *batch)
-        head.update(master)
-        if group is not None:
-            gradients = nn.average_gradients(gradients, group)
-        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
-        optimizer.update(head, gradients)
-        return value
-
-    return step
-
-
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, save, and return what the model card needs."""
     target, tokenizer = load_target(args.model, "bfloat16")
@@ -154,8 +116,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = make_optimizer()
     optimizer.init(head.trainable_parameters())
     packed = packing(head, args)
-    step = make_step(head, config, frozen, target, optimizer, packed, args)
-    history = fit(args, step, optimizer, replies, args.chain + 1)
+
+    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
+        hidden = mx.stop_gradient(target.model(tokens))
+        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
+        return mtp.loss(outputs, frozen, tokens, lengths, firsts, hidden, args.hard)
+
+    history = fit(args, make_step(head, loss, optimizer, packed), optimizer, replies)
     head.set_dtype(mx.bfloat16)
     if first_process():
         save(Path(args.out), config, head, packed, draft_ids)
