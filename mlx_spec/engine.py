@@ -66,7 +66,7 @@ class Generation:
     def room(self) -> int:
         """How many more tokens the request allows; the context is checked by the engine."""
         limit = self.request.max_tokens
-        return (1 << 30) if limit < 0 else limit - self.statistics.tokens
+        return (1 << 30) if limit < 0 else limit - (len(self.tokens) - len(self.request.prompt))
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,13 @@ class Engine:
 
     def step(self, generation: Generation) -> Round:
         """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
-        with using(self.kernels):
-            return self._round(generation)
+        count, statistics = len(generation.tokens), generation.statistics.copy()
+        try:
+            with using(self.kernels):
+                return self._round(generation)
+        except BaseException:
+            self._take_back(generation, count, statistics)
+            raise
 
     def close(self, generation: Generation) -> None:
         """Give the pages of a generation back. It cannot be continued afterwards."""
@@ -236,15 +241,16 @@ class Engine:
         return tokens, None
 
     def _commit(self, generation: Generation, accepted: Pass, tokens: mx.array) -> None:
-        before = generation.sequence.length
-        try:
-            self.target.commit(generation.sequence, accepted)
-            self._extend(generation, accepted, tokens)
-        except BaseException:
-            generation.sequence.rewind(before)
-            if self.drafter is not None:
-                self.drafter.rewind(generation.drafting, before)
-            raise
+        self.target.commit(generation.sequence, accepted)
+        self._extend(generation, accepted, tokens)
+
+    def _take_back(self, generation: Generation, count: int, statistics: Statistics) -> None:
+        """Forget what a round that broke off left behind the first ``count`` tokens."""
+        del generation.tokens[count:]
+        generation.finish_reason, generation.statistics = None, statistics
+        generation.sequence.rewind(count - 1)
+        if self.drafter is not None:
+            self.drafter.rewind(generation.drafting, count - 1)
 
     def _extend(self, generation: Generation, rows: Pass, tokens: mx.array) -> None:
         if self.drafter is not None:

@@ -1,6 +1,6 @@
 """What a generation did: counts, acceptance per position, and where the time went."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -42,6 +42,10 @@ class Statistics:
     host_seconds: float = 0.0
     depth_reason: str = ""
     exactness: Exactness = NOT_CHECKED
+
+    def copy(self) -> "Statistics":
+        """Return an independent copy."""
+        return replace(self, drafted=list(self.drafted), accepted=list(self.accepted))
 
     def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count a round that drafted and accepted so many tokens and emitted ``emitted``."""

@@ -42,8 +42,12 @@ class PagePool:
         """Number of pages that can still be handed out."""
         return self.max_pages - self.pages_in_use
 
-    def allocate(self) -> int:
-        """Hand out a page with one owner. Raises ContextFull when all ``max_pages`` are in use."""
+    def allocate(self, pages: list[int]) -> None:
+        """Hand out a page, at the end of its owner's ``pages``.
+
+        Listed before it is taken: whoever is interrupted in between gives back what is listed, and loses none.
+        Raises ContextFull when all ``max_pages`` are in use.
+        """
         if not self.free_pages:
             raise ContextFull(
                 f"All {self.max_pages} KV pages of {PAGE_SLOTS} tokens are in use; "
@@ -51,9 +55,8 @@ class PagePool:
             )
         if 0 not in self._owners:
             self._grow()
-        page = self._owners.index(0)
-        self._owners[page] = 1
-        return page
+        pages.append(self._owners.index(0))
+        self._owners[pages[-1]] = 1
 
     def is_shared(self, page: int) -> bool:
         """Whether a page has more than one owner."""
@@ -65,16 +68,11 @@ class PagePool:
 
     def release(self, page: int) -> None:
         """Take an owner from a page; without owners it is free."""
-        self._owners[page] -= 1
+        self._owners[page] = max(0, self._owners[page] - 1)
 
-    def own(self, page: int) -> int:
-        """Return a page with the same contents that has one owner only: the page itself or a copy."""
-        if not self.is_shared(page):
-            return page
-        copy = self.allocate()
-        self.data[mx.array([copy])] = self.data[mx.array([page])]
-        self.release(page)
-        return copy
+    def copy(self, page: int, into: int) -> None:
+        """Give a page the contents of another, lazily."""
+        self.data[mx.array([into])] = self.data[mx.array([page])]
 
     def write(self, pages: SequenceOf[int], slots: SequenceOf[int], rows: mx.array) -> None:
         """Put rows [R, layers, 2, KV, D] into (page, slot) places, lazily.
@@ -177,8 +175,13 @@ class Sequence:
     def _make_room(self, count: int) -> None:
         self.require(count)
         for i in self._shared():
-            self.pages[i] = self.pool.own(self.pages[i])
-        self.pages += [self.pool.allocate() for _ in range(self._pages_for(count) - len(self.pages))]
+            self.pool.allocate(self.pages)
+            self.pool.copy(self.pages[i], self.pages[-1])
+            # The shared page stands at the end for a moment, so that it is listed until it is released.
+            self.pages[i], self.pages[-1] = self.pages[-1], self.pages[i]
+            self.pool.release(self.pages.pop())
+        while len(self.pages) < self._pages_for(count):
+            self.pool.allocate(self.pages)
 
     def _pages_for(self, count: int) -> int:
         return -(-(self.length + count) // PAGE_SLOTS)

@@ -30,21 +30,23 @@ class MTPState:
     """What the head remembers of a sequence.
 
     context: keys and values of the rows that are complete. hidden: [m, H], the target's hidden states of the m
-    pending rows behind them. following: [m - 1] int32, the tokens behind all but the newest of these.
+    pending rows behind them. following: [m - 1] int32, the tokens behind all but the newest of these. first: where
+    the pending rows begin, which is where the context ends.
     """
 
     context: ContextKV
     hidden: mx.array
     following: mx.array
+    first: int = 0
 
     @property
     def position(self) -> int:
         """Where the next committed row stands."""
-        return self.context.cursor + self.hidden.shape[0]
+        return self.first + self.hidden.shape[0]
 
     def fork(self) -> "MTPState":
         """Return an independent copy."""
-        return MTPState(self.context.fork(), self.hidden, self.following)
+        return MTPState(self.context.fork(), self.hidden, self.following, self.first)
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,15 @@ class MTPDrafter:
         That is one row earlier where the hidden state of the row before ``position`` is no longer held: its
         successor may change, so the target has to run it again.
         """
+        # Rows that a round completed but, interrupted, left pending as well are pending.
+        state.context.rewind(state.first)
         if position < state.position:
-            keep = position - state.context.cursor
+            keep = position - state.first
             if keep > 0:
                 state.hidden, state.following = state.hidden[:keep], state.following[: keep - 1]
             else:
                 state.context.rewind(max(position - 1, 0))
-                state.hidden, state.following = self._nothing
+                state.hidden, state.following, state.first = *self._nothing, state.context.cursor
         return state.position
 
     def first_drafts(self, rows: HeadRows, hidden: mx.array, following: mx.array) -> mx.array:
@@ -154,16 +158,17 @@ class MTPDrafter:
 
     def _enter(self, state: MTPState, following: mx.array) -> Entered:
         """Run pending rows, those whose next token is in ``following``, up to attention."""
-        count, first = following.size, state.context.cursor
-        positions = mx.arange(first, first + count, dtype=mx.int32)
+        count = following.size
+        positions = mx.arange(state.first, state.first + count, dtype=mx.int32)
         return self.rows.enter(self._embed(following), state.hidden[:count], positions)
 
     def _complete(self, state: MTPState, entered: Entered, count: int) -> None:
         """Move the first ``count`` pending rows into the cache."""
         if count:
             rows = entered.rows(0, count).keys_values.transpose(1, 0, 2, 3)[:, None]
-            state.context.append(state.context.cursor, rows)
-            state.hidden, state.following = state.hidden[count:], state.following[count:]
+            state.context.append(state.first, rows)
+            left = state.hidden[count:], state.following[count:], state.first + count
+            state.hidden, state.following, state.first = left
 
     def _held(self, context: ContextKV) -> Held:
         return context.pages() if context.cursor else self._no_context
