@@ -114,6 +114,8 @@ class Statistics:
             "acceptance": [round(a, 4) for a in self.acceptance],
             "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
             "timed_rounds": self.timed_rounds,
+            "draft_seconds": round(self.draft_seconds, 4),
+            "verify_seconds": round(self.verify_seconds, 4),
             "depth_reason": self.depth_reason,
             "exact": self.exactness.holds,
             "exact_reason": self.exactness.reason,

@@ -31,6 +31,8 @@ STATS = {
     "acceptance",
     "time_shares",
     "timed_rounds",
+    "draft_seconds",
+    "verify_seconds",
     "depth_reason",
     "exact",
     "exact_reason",

@@ -60,6 +60,7 @@ def test_as_dict_survives_json() -> None:
     assert told["accepted_length"] == 2.3333
     assert told["acceptance"] == [1.0, 1.0, 0.0]
     assert told["time_shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
+    assert (told["timed_rounds"], told["draft_seconds"], told["verify_seconds"]) == (2, 0.1, 0.6)
     assert told["depth_reason"] == "fixed at 3"
     assert (told["exact"], told["exact_reason"]) == (True, "rows were compared")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scripted_drafters import Script, mixture, plain, right_then_wrong, run
 from tiny_heads import head_tensors, write_layout
-from tiny_models import CONFIGS, tiny_target
+from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.accept import rule_for
 from mlx_spec.drafters.base import Choose, Committed, Proposal
@@ -109,10 +109,13 @@ def assert_like_fresh(drafter: MTPDrafter, target: Target, state: MTPState, text
 
 
 def cases() -> list[tuple[str, int | None, str, int]]:
-    """Four targets at every depth with both samplers, and every other family at one depth."""
+    """Four targets at every depth with both samplers, others at one depth, of them hybrids quantised as well."""
     whole = [(*TARGETS[(i + i // 4) % 4], sampler, 1 + i % 7) for sampler in SAMPLERS for i in range(8)]
     known = {family for family, _ in TARGETS}
-    return whole + [(family, None, "coupled", 3) for family in CONFIGS if family not in known]
+    others = [(family, None, "coupled", 3) for family in CONFIGS if family not in known]
+    return (
+        whole + others + [(family, 4, "greedy", depth) for family, depth in zip(HYBRIDS, (7, 2, 5), strict=True)]
+    )
 
 
 @pytest.mark.parametrize(("family", "bits", "sampler", "depth"), cases())
