@@ -1,13 +1,16 @@
-"""Make ``tests/tiny_pair``: a tiny Qwen3 that has read this project's texts, and an MTP head trained with it.
+"""Make ``tests/tiny_pair`` or ``tests/tiny_hybrid``: a tiny model that has read this project, and its MTP head.
 
-    PYTHONPATH=.:tests python tests/train_tiny_pair.py
+    PYTHONPATH=.:tests python tests/train_tiny_pair.py [pair | hybrid]
 
-Its drafts are right about half of the time, so a test can see acceptance fall. A few minutes on two CPU cores.
-The final norm and the head's norms begin with weights that differ from entry to entry, as those of real models
-do: else a hidden state before the norm would serve as well as one behind it.
+The pair is a Qwen3 and a head of its own; the hybrid is a Qwen3.5 as originally published, with recurrent layers:
+one checkpoint that holds both. Drafts are right about half of the time, so a test can see acceptance fall. A few
+minutes on two CPU cores for the pair, a quarter of an hour for the hybrid. The final norm and the head's norms
+begin with weights that differ from entry to entry, as those of real models do: else a hidden state before the norm
+would serve as well as one behind it.
 """
 
 import argparse
+import copy
 import json
 import time
 from functools import partial
@@ -17,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn, optimizers
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tiny_folders import TOKENS, write_tokenizer
 from tiny_heads import zero_centred
@@ -25,26 +28,52 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.drafters.mtp.contract import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
+from mlx_spec.drafters.mtp.load import layer_config
+from mlx_spec.target.layers import is_recurrent
 from tools.mtp_loss import chains, loss, standing
 from tools.train_dflash2 import Frozen
 
 ROOT = Path(__file__).parent.parent
-FOLDER = Path(__file__).parent / "tiny_pair"
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
+FOLDERS = {kind: Path(__file__).parent / f"tiny_{kind}" for kind in ("pair", "hybrid")}
+TEXT: dict[str, Any] = {
     "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "intermediate_size": 192,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
     "head_dim": 32,
     "rms_norm_eps": 1e-6,
     "vocab_size": len(TOKENS),
     "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     "bos_token_id": 0,
     "eos_token_id": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "pair": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "intermediate_size": 192,
+        "rope_theta": 10000.0,
+        **TEXT,
+    },
+    "hybrid": {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 4,
+            "intermediate_size": 128,
+            "full_attention_interval": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            "mtp_num_hidden_layers": 1,
+            **TEXT,
+        },
+    },
 }
 LENGTH, BATCH, STEPS, CHAIN = 64, 12, 700, 3
 
@@ -55,21 +84,27 @@ def texts() -> list[str]:
     return [path.read_text() for path in sorted(paths)]
 
 
-def corpus() -> np.ndarray:
-    """All texts as tokens, end to end."""
-    write_tokenizer(FOLDER / "target")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "target" / "tokenizer.json"))
+def corpus(folder: Path) -> np.ndarray:
+    """All texts as tokens, end to end; writes the tokenizer that made them."""
+    write_tokenizer(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     return np.concatenate([[0, *tokenizer.encode(text, add_special_tokens=False)] for text in texts()])
 
 
 class Pair(nn.Module):
     """Target and head, trained at once; the head changes nothing about the target."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        model_class, args_class = _get_classes(CONFIG)
-        self.target, self.head = model_class(args_class.from_dict(CONFIG)), MTPHead(CONFIG)
-        self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((CONFIG["hidden_size"],)))
+        model_class, args_class = _get_classes(config)
+        self.config = layer_config(config)
+        self.target = model_class(args_class.from_dict(copy.deepcopy(config)))
+        self.head = MTPHead(copy.deepcopy(self.config))
+        self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((self.config["hidden_size"],)))
+        for layer in self.target.layers:
+            if is_recurrent(layer):
+                # mlx-lm begins with decays that forget everything within a few tokens.
+                layer.linear_attn.A_log = mx.log(mx.random.uniform(0.02, 1.0, layer.linear_attn.A_log.shape))
         for name, value in tree_flatten(self.head.parameters()):
             if value.ndim == 1:
                 mean, spread = (1.7, 0.3) if "self_attn" in name else (1.35, 0.8)
@@ -82,7 +117,7 @@ class Pair(nn.Module):
         embedding = self.target.model.embed_tokens.weight
         own = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
         hidden, embedding = mx.stop_gradient(hidden), mx.stop_gradient(embedding)
-        outputs = chains(self.head, QWEN, CONFIG, embedding, tokens, hidden, CHAIN)
+        outputs = chains(self.head, QWEN, self.config, embedding, tokens, hidden, CHAIN)
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
         return own + loss(outputs, frozen(embedding), tokens, lengths, 0 * lengths, hidden, hard=0.5)
 
@@ -93,10 +128,10 @@ def frozen(embedding: mx.array) -> Frozen:
     return Frozen(embedding, embedding, ids, ids)
 
 
-def train(steps: int) -> Pair:
+def train(config: dict[str, Any], data: np.ndarray, steps: int) -> Pair:
     """Train a pair and print how it does."""
     mx.random.seed(1)
-    rng, data, pair = np.random.default_rng(1), corpus(), Pair()
+    rng, pair = np.random.default_rng(1), Pair(config)
     print(f"{len(data)} tokens, {sum(v.size for _, v in tree_flatten(pair.parameters()))} parameters")
     optimizer = optimizers.AdamW(
         optimizers.cosine_decay(4e-3, steps), betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True
@@ -119,34 +154,55 @@ def train(steps: int) -> Pair:
     return pair
 
 
-def save(pair: Pair) -> None:
+def save(kind: str, pair: Pair) -> None:
     """Write target and head in bfloat16, the head as in an original checkpoint."""
-    pair.update(tree_map(lambda w: w.astype(mx.bfloat16), pair.parameters()))
+    keep_precision = getattr(pair.target, "cast_predicate", lambda name: True)
     target = dict(tree_flatten(pair.target.parameters()))
-    head = {f"mtp.{n}": v for n, v in zero_centred(dict(tree_flatten(pair.head.parameters()))).items()}
-    (FOLDER / "head").mkdir(parents=True, exist_ok=True)
-    for name, tensors, config in (
-        ("target", target, CONFIG),
-        ("head", head, {"model_type": "qwen3_5_mtp", "text_config": CONFIG}),
-    ):
-        mx.save_safetensors(str(FOLDER / name / "model.safetensors"), tensors, {"format": "mlx"})
-        (FOLDER / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    target = {n: v.astype(mx.bfloat16) if keep_precision(n) else v for n, v in target.items()}
+    head = {n: v.astype(mx.bfloat16) for n, v in tree_flatten(pair.head.parameters())}
+    head = {f"mtp.{n}": v for n, v in zero_centred(head).items()}
+    if kind == "hybrid":
+        write(FOLDERS[kind], original(target) | head, CONFIGS[kind], {"format": "pt"})
+    else:
+        write(FOLDERS[kind] / "target", target, CONFIGS[kind], {"format": "mlx"})
+        head_config = {"model_type": "qwen3_5_mtp", "text_config": CONFIGS[kind]}
+        write(FOLDERS[kind] / "head", head, head_config, {"format": "mlx"})
+
+
+def original(target: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Give the weights of mlx-lm's Qwen3.5 the names, shapes and norms of original checkpoints."""
+    out = {}
+    for name, value in target.items():
+        name = name.replace("language_model.model.", "model.language_model.")
+        if name.endswith("conv1d.weight"):
+            value = value.swapaxes(1, 2)
+        out |= {name: value} if "linear_attn.norm" in name else zero_centred({name: value})
+    return out
+
+
+def write(folder: Path, tensors: dict[str, mx.array], config: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Write a checkpoint folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=CONFIGS, default="pair", nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
-    pair = train(parser.parse_args().steps)
-    data = corpus()
+    args = parser.parse_args()
+    data = corpus(FOLDERS[args.kind] / ("target" if args.kind == "pair" else ""))
+    pair = train(CONFIGS[args.kind], data, args.steps)
     tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
     hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
-    outputs = chains(pair.head, QWEN, CONFIG, embedding, tokens, hidden, CHAIN)
+    outputs = chains(pair.head, QWEN, pair.config, embedding, tokens, hidden, CHAIN)
     stands = np.array(standing(outputs, frozen(embedding), tokens, mx.full((32,), LENGTH)))
     print(
         "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
     )
-    save(pair)
+    save(args.kind, pair)
 
 
 if __name__ == "__main__":

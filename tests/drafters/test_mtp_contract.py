@@ -1,4 +1,4 @@
-"""A head that is wired wrongly drafts worse, and load() says so: on a tiny target and a head that were trained."""
+"""A head that is wired wrongly drafts worse, and load() says so: on tiny targets and heads that were trained."""
 
 import json
 import warnings
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_heads import MIMO, Tensors, renamed, write_head
+from tiny_heads import MIMO, NEXTN, Tensors, renamed, write_head, zero_centred
 
 from mlx_spec import load, stream_generate
 from mlx_spec.cache_folder import cache_folder
@@ -21,8 +21,13 @@ from mlx_spec.drafters.mtp.head import HeadRows
 from mlx_spec.drafters.mtp.tensors import shift_norms
 from mlx_spec.engine import Engine
 
-PAIR = Path(__file__).parent.parent / "tiny_pair"
-# Of the kind that the pair was trained on.
+TESTS = Path(__file__).parent.parent
+# Target and head; the hybrid, whose layers are recurrent in turn, holds its head.
+KINDS = {
+    "pair": (TESTS / "tiny_pair" / "target", TESTS / "tiny_pair" / "head"),
+    "hybrid": (TESTS / "tiny_hybrid", TESTS / "tiny_hybrid"),
+}
+# Of the kind that both were trained on.
 TEXTS = (
     "The target itself writes the replies, half of them greedily, half sampled: a drafter must predict what this "
     "target\nsays, not what is right. Every position of a reply can start a block. It sees the committed "
@@ -55,6 +60,8 @@ WRONG: dict[str, Wiring] = {
     "its norm weights one larger": lambda r: shifted(r, -1.0),
 }
 
+kinds = pytest.mark.parametrize("kind", list(KINDS))
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,61 +69,69 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @cache
-def pair() -> tuple[Engine, Any]:
+def loaded(kind: str) -> tuple[Engine, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
         patch.setattr("mlx_spec.models.check_wiring", lambda *_: None)
-        return load(str(PAIR / "target"), str(PAIR / "head"))
+        return load(*map(str, KINDS[kind]))
 
 
-def rewired(wiring: Wiring) -> MTPDrafter:
-    """The pair's drafter, wired in another way."""
-    engine = pair()[0]
+def rewired(kind: str, wiring: Wiring) -> MTPDrafter:
+    """The drafter, wired in another way."""
+    engine = loaded(kind)[0]
     assert isinstance(engine.drafter, MTPDrafter)
     return MTPDrafter(wiring(engine.drafter.rows), engine.target, engine.drafter.head)
 
 
 def tokens(text: str) -> list[int]:
-    return list(pair()[1].encode(text))
+    return list(loaded("pair")[1].encode(text))
 
 
-def test_the_pair_drafts_right_about_half_of_the_time() -> None:
-    engine = pair()[0]
-    hits = np.concatenate([measure(engine.target, rewired(lambda r: r), tokens(text)).declared for text in TEXTS])
+@kinds
+def test_drafts_are_right_about_half_of_the_time(kind: str) -> None:
+    target, drafter = loaded(kind)[0].target, rewired(kind, lambda r: r)
+    hits = np.concatenate([measure(target, drafter, tokens(text)).declared for text in TEXTS])
     assert 0.4 < hits.mean() < 0.8
     assert len(hits) > 500
 
 
+@cache
+def decoded(kind: str, wiring: str) -> tuple[float, list[str]]:
+    """The mean accepted length of a wiring, and the texts that were said."""
+    drafter = rewired(kind, WRONG.get(wiring, lambda rows: rows))
+    engine, tokenizer = Engine(loaded(kind)[0].target, drafter), loaded(kind)[1]
+    # Sampled, because greedy texts of so small a model soon repeat themselves.
+    options = {"max_tokens": 60, "num_draft_tokens": 2, "temp": 0.8}
+    done = [list(stream_generate(engine, tokenizer, p, seed=i, **options)) for i, p in enumerate(PROMPTS)]
+    lengths = [responses[-1].statistics.accepted_length for responses in done]
+    return float(np.mean(lengths)), ["".join(r.text for r in responses) for responses in done]
+
+
+@kinds
 @pytest.mark.parametrize("wrong", list(WRONG))
-def test_every_wrong_wiring_lowers_acceptance(wrong: str) -> None:
+def test_every_wrong_wiring_lowers_acceptance(wrong: str, kind: str) -> None:
     """In decoding, which stays what it is, and position by position on texts."""
-    engine, tokenizer = pair()
-    drafter = rewired(WRONG[wrong])
-    lengths, texts = [], []
-    for each in (engine, Engine(engine.target, drafter)):
-        # Sampled, because greedy texts of so small a model soon repeat themselves.
-        options = {"max_tokens": 80, "num_draft_tokens": 2, "temp": 0.8}
-        done = [list(stream_generate(each, tokenizer, p, seed=i, **options)) for i, p in enumerate(PROMPTS)]
-        lengths.append(np.mean([d[-1].statistics.accepted_length for d in done]))
-        texts.append(["".join(r.text for r in d) for d in done])
-    assert texts[0] == texts[1]
-    assert lengths[1] < lengths[0]
+    engine, drafter = loaded(kind)[0], rewired(kind, WRONG[wrong])
+    length, texts = decoded(kind, "right")
+    assert decoded(kind, wrong)[1] == texts
+    assert decoded(kind, wrong)[0] < length
     measured = [measure(engine.target, drafter, tokens(text)) for text in TEXTS]
     # Seen from the wrong wiring, the right one is the one that differs by ``wrong``.
     gain = [int(m.others[wrong].sum()) - int(m.declared.sum()) for m in measured]
     assert sum(gain) > 0.05 * sum(len(m.declared) for m in measured)
 
 
-def test_the_right_wiring_is_left_alone() -> None:
-    engine = pair()[0]
+@kinds
+def test_the_right_wiring_is_left_alone(kind: str) -> None:
     for text in TEXTS:
-        assert better_wiring(engine.target, rewired(lambda r: r), tokens(text), "head") is None
+        assert better_wiring(loaded(kind)[0].target, rewired(kind, lambda r: r), tokens(text), "head") is None
 
 
+@kinds
 @pytest.mark.parametrize("wrong", list(WRONG))
-def test_a_wrong_wiring_is_named(wrong: str) -> None:
-    engine = pair()[0]
-    found = [better_wiring(engine.target, rewired(WRONG[wrong]), tokens(text), "the head") for text in TEXTS]
+def test_a_wrong_wiring_is_named(wrong: str, kind: str) -> None:
+    target, drafter = loaded(kind)[0].target, rewired(kind, WRONG[wrong])
+    found = [better_wiring(target, drafter, tokens(text), "the head") for text in TEXTS]
     named = [sentence for sentence in found if sentence is not None]
     assert named and all(sentence.startswith("the head: ") and wrong in sentence for sentence in named)
 
@@ -132,10 +147,17 @@ def test_only_a_clear_gain_counts() -> None:
     assert Measured(base, {"other": ~base}).better() is None
 
 
-def stored() -> Tensors:
+def stored(kind: str) -> Tensors:
     """The head's tensors, norm weights whole, without prefix."""
-    tensors = mx.load(str(PAIR / "head" / "model.safetensors"))
-    return shift_norms({name.removeprefix("mtp."): value for name, value in tensors.items()}, 1.0)
+    tensors = mx.load(str(KINDS[kind][1] / "model.safetensors"))
+    head = {name.removeprefix("mtp."): value for name, value in tensors.items() if name.startswith("mtp.")}
+    return shift_norms(head, 1.0)
+
+
+def layer_of(kind: str) -> dict[str, Any]:
+    """The configuration of the head's layer."""
+    config = json.loads((KINDS[kind][1] / "config.json").read_text())
+    return config["text_config"]
 
 
 def wirings() -> list[dict[str, str | None]]:
@@ -144,29 +166,55 @@ def wirings() -> list[dict[str, str | None]]:
     return [entry for entry in known.values() if "better" in entry]
 
 
-def test_load_warns_of_a_wrong_wiring_every_time(tmp_path: Path) -> None:
-    """A head under the names of a family that puts the hidden state first, though it was trained otherwise."""
-    config = json.loads((PAIR / "head" / "config.json").read_text())
-    folder = write_head(
-        tmp_path, {**config, "model_type": "mimo_mtp"}, renamed(stored(), MIMO, "model.mtp_layers.0.")
-    )
+def behind_target(kind: str, tensors: Tensors) -> Tensors:
+    """Number a head's layer behind the target's."""
+    return renamed(tensors, NEXTN, f"model.layers.{layer_of(kind)['num_hidden_layers']}.")
+
+
+# Heads under the names of families that are wired otherwise, though they were trained as Qwen's: a model type, and
+# the stored tensors by those of the head.
+SIDECARS: dict[str, tuple[str, Callable[[str, Tensors], Tensors]]] = {
+    "the hidden state behind the final norm": ("step3p5_mtp", lambda k, t: behind_target(k, zero_centred(t))),
+    "embedding and hidden state swapped": ("mimo_mtp", lambda k, t: renamed(t, MIMO, "model.mtp_layers.0.")),
+    "its norm weights one smaller": ("qwen3_5_mtp", lambda k, t: shift_norms(t, 1.0)),
+    "its norm weights one larger": ("deepseek_v3_mtp", lambda k, t: behind_target(k, zero_centred(t))),
+}
+
+
+@kinds
+@pytest.mark.parametrize("wrong", list(SIDECARS))
+def test_load_warns_of_a_wrong_wiring_every_time(wrong: str, kind: str, tmp_path: Path) -> None:
+    model_type, names = SIDECARS[wrong]
+    config = {"model_type": model_type, "text_config": layer_of(kind)}
+    folder = write_head(tmp_path, config, names(kind, stored(kind)))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="embedding and hidden state swapped"):
-            load(str(PAIR / "target"), str(folder))
+        with pytest.warns(UserWarning, match=wrong):
+            load(str(KINDS[kind][0]), str(folder))
     assert len(wirings()) == 1
 
 
 def test_load_measures_again_when_the_head_was_replaced(tmp_path: Path) -> None:
-    config = {**json.loads((PAIR / "head" / "config.json").read_text()), "model_type": "deepseek_v3_mtp"}
+    config = {"model_type": "deepseek_v3_mtp", "text_config": layer_of("pair")}
     for by, warns in ((-1.0, True), (0.0, False)):
-        write_head(tmp_path, config, shift_norms(stored(), by))
+        write_head(tmp_path, config, shift_norms(stored("pair"), by))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            load(str(PAIR / "target"), str(tmp_path))
+            load(str(KINDS["pair"][0]), str(tmp_path))
         assert ["norm weights one larger" in str(w.message) for w in caught] == ([True] if warns else [])
 
 
-def test_load_is_silent_about_the_right_wiring() -> None:
-    engine, _ = load(str(PAIR / "target"), str(PAIR / "head"))
+@kinds
+def test_load_is_silent_about_the_right_wiring(kind: str) -> None:
+    engine, _ = load(*map(str, KINDS[kind]))
     assert isinstance(engine.drafter, MTPDrafter)
     assert wirings() == [{"better": None}]
+
+
+def test_a_model_as_published_brings_its_head(tmp_path: Path) -> None:
+    """Its norm weights are stored less one, those of the target and those of the head."""
+    folder = KINDS["hybrid"][0]
+    engine, _ = load(str(folder))
+    assert isinstance(engine.drafter, MTPDrafter)
+    assert mx.array_equal(engine.drafter.rows.norm.weight, stored("hybrid")["norm.weight"])
+    low = mx.load(str(folder / "model.safetensors"))["model.language_model.norm.weight"]
+    assert mx.array_equal(engine.target.norm.weight, low + 1)
