@@ -32,8 +32,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        help="folder or repo of a DFlash or DFlash 2 drafter or of an MTP head; mtp: the head that comes with the "
-        "model; auto: the drafter that comes with it, if any (default); none",
+        help="folder or repo of a DFlash or DFlash 2 drafter, an EAGLE head or an MTP head; mtp: the head that "
+        "comes with the model; auto: the drafter that comes with it, if any (default); none",
     )
     add("--prompt", "-p", default="hello", help="the message; - reads it from standard input")
     add("--system-prompt", help="system message of the chat template")
@@ -64,7 +64,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help="tokens to draft a round; auto chooses by measured costs (default), adaptive goes up and down with "
         "acceptance, 0 is plain decoding",
     )
-    add("--draft-vocab", type=int, metavar="N", help="draft with an MTP head from the N most frequent tokens only")
+    add("--draft-vocab", type=int, metavar="N", help="draft with a head from the N most frequent tokens only")
+    add(
+        "--draft-bits",
+        type=int,
+        metavar="N",
+        help="bits a weight to quantise an MTP or EAGLE head with; 16: none (default: EAGLE 4, MTP as its model)",
+    )
     add(
         "--accept",
         choices=("coupled", "rejection"),
@@ -116,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         drafter,
         draft_vocab=args.draft_vocab if drafter else None,
+        draft_bits=args.draft_bits if drafter else None,
         exact=args.exact == "on",
         max_kv_size=args.max_kv_size,
         progress=sys.stderr.isatty(),

@@ -1,4 +1,4 @@
-"""Warns when an MTP head drafts clearly better in another wiring than in its own."""
+"""Warns when an MTP or EAGLE head drafts clearly better in another wiring than in its own."""
 
 import warnings
 from typing import Any
@@ -7,25 +7,33 @@ import mlx.core as mx
 
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.costs import model_key, read_costs, write_costs
-from mlx_spec.drafters.mtp.check import TEXT, better_wiring
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.eagle.check import measure as measure_eagle
+from mlx_spec.drafters.mtp.check import measure as measure_mtp
+from mlx_spec.drafters.wiring import TEXT, better_wiring
 from mlx_spec.target import Target
 
+MEASURES = {"mtp": measure_mtp, "eagle": measure_eagle}
 
-def check_wiring(target: Target, drafter: MTPDrafter, tokenizer: Any, name: str) -> None:
+
+def check_wiring(target: Target, drafter: ChainDrafter, tokenizer: Any, name: str) -> None:
     """Warn if another wiring fits a head better: measured once per machine, head and version, as costs are."""
     path = cache_folder() / "costs.json"
-    key, known = model_key(target, f"wiring of {name}", fingerprint(drafter)), read_costs(path)
+    key, known = model_key(target, f"wiring of {name}", fingerprint(target, drafter)), read_costs(path)
     entry = known.get(key)
     if not isinstance(entry, dict) or "better" not in entry:
-        entry = known[key] = {"better": better_wiring(target, drafter, list(tokenizer.encode(TEXT)), name)}
+        measured = MEASURES[drafter.name](target, drafter, list(tokenizer.encode(TEXT)))
+        entry = known[key] = {"better": better_wiring(measured, name)}
         write_costs(path, known)
     if entry["better"]:
         warnings.warn(entry["better"], stacklevel=3)
 
 
-def fingerprint(drafter: MTPDrafter) -> str:
-    """Tell heads apart that lie in the same place one after the other."""
-    rows = drafter.rows
-    weights = rows.fc.weight, rows.norm_embedding.weight, rows.norm_hidden.weight, rows.norm.weight
-    return " ".join(str(mx.sum(weight.astype(mx.float32)).item()) for weight in weights)
+def fingerprint(target: Target, drafter: ChainDrafter) -> str:
+    """Tell heads apart that lie in the same place one after the other, by what they make of a row of ones."""
+    rows, ones = drafter.rows, mx.ones((1, len(drafter.taps) * target.hidden_size), dtype=target.dtype)
+    embedded, at = drafter.embed(mx.array([0])), mx.array([0], dtype=mx.int32)
+    entered = rows.enter(embedded, rows.features(ones), at)
+    scored, hidden = rows.leave(entered, entered.queries)
+    sums = [mx.sum(x.astype(mx.float32)).item() for x in (drafter.head.score(scored), hidden, entered.keys_values)]
+    return " ".join(map(str, sums))

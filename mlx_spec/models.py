@@ -19,9 +19,12 @@ from mlx_spec.demo import DRAFTER_FOLDER, MTP_FOLDER
 from mlx_spec.demo.model import demo_model_folder
 from mlx_spec.draft_vocabulary import frequent_tokens
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.eagle.contract import is_eagle
+from mlx_spec.drafters.eagle.load import load_eagle
+from mlx_spec.drafters.eagle.source import TORCH_FILES
 from mlx_spec.drafters.mtp.contract import contract_of
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
 from mlx_spec.drafters.mtp.load import load_mtp, no_head, packing_of
 from mlx_spec.drafters.mtp.source import INDEX, head_files, indexed_files, is_mtp, read_index
 from mlx_spec.engine import Engine
@@ -35,6 +38,8 @@ from mlx_spec.target.target import text_config
 DEMO, MTP = "demo", "mtp"
 # Rows of the largest pass that exactness is checked with where there is no drafter.
 DEFAULT_ROWS = 8
+# Bits a weight of an EAGLE head, and the choices; 16 leaves a head as it is.
+EAGLE_BITS, BITS, GROUP_SIZE = 4, (2, 3, 4, 5, 6, 8, 16), 64
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -43,6 +48,7 @@ def load(
     drafter: str | None = "auto",
     *,
     draft_vocab: int | Sequence[int] | None = None,
+    draft_bits: int | None = None,
     exact: bool = True,
     max_kv_size: int | None = None,
     tokenizer_config: dict[str, Any] | None = None,
@@ -51,15 +57,19 @@ def load(
     """Load a target with its drafter, and return the engine and the tokenizer.
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
-    a DFlash or DFlash 2 checkpoint or of an MTP head, or a file that holds such a head; "mtp" for the head that
-    comes with the model; "auto" for the drafter that comes with it, if any; None for none.
-    draft_vocab: draft with an MTP head from so many of the most frequent tokens, or from these token ids.
+    a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that holds an MTP head; "mtp" for the
+    head that comes with the model; "auto" for the drafter that comes with it, if any; None for none.
+    draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
+    unless it has a vocabulary of its own. draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head
+    with, 16 for none; by default EAGLE heads have 4 and MTP heads those of their model. Quantised ones stay as
+    they are.
     exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
     statistics say whether they were equal. False takes MLX's own operations for all work, where these are faster:
     then a row's rounding may depend on the rows beside it, and texts part from plain decoding at near ties.
     max_kv_size: token positions that all sequences together may cache (default: the model's context).
     Where MLX runs on the CPU, quantised weights are unpacked to bfloat16, unless that would take more than half of
-    the memory: MLX's quantised CPU product costs as much per row as the first row.
+    the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not quantised there
+    unless ``draft_bits`` says so.
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
     """
     kernels = chosen_kernels(exact)
@@ -80,13 +90,15 @@ def load(
     if name is not None:
         place = MTP_FOLDER if (model, name) == (DEMO, MTP) else folder if name == MTP else None
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
-        bound = load_drafter(name, target, progress, place=place, model_config=config, draft_ids=ids)
+        options: dict[str, Any] = {"draft_ids": ids, "draft_bits": draft_bits}
+        bound = load_drafter(name, target, progress, place=place, model_config=config, **options)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
+        label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     with using(kernels):
         costs = None if bound is None else measured_costs(target, bound, label)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
         exactness = checked_exactness(target, most_rows) if exact else OFF
-        if isinstance(bound, MTPDrafter):
+        if isinstance(bound, ChainDrafter):
             check_wiring(target, bound, tokenizer, label)
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 
@@ -124,21 +136,40 @@ def load_drafter(
     place: Path | None = None,
     model_config: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
+    draft_bits: int | None = None,
 ) -> Drafter:
     """Load a drafter for a target.
 
     place: where it is known to lie; else ``name`` says it. model_config: the target's ``config.json``, for an MTP
-    head without one. draft_ids: ascending token ids to draft from. Raises DrafterMismatch or DownloadError.
+    head without one. draft_ids: ascending token ids to draft from. draft_bits: see ``load``.
+    Raises DrafterMismatch, DownloadError, or RequestError for an option that the drafter does not have.
     """
+    if draft_bits is not None and draft_bits not in BITS:
+        raise RequestError(f"draft_bits takes {', '.join(map(str, BITS))}, not {draft_bits}.")
     place = place or resolve_drafter(name, progress)
     config = read_config(place, name, "drafter", DrafterMismatch) if has_config(place) else model_config or {}
     if name == MTP or is_mtp(place, config, target.num_layers, name):
-        what = target.name if name == MTP else name
-        options: dict[str, Any] = {"model_config": model_config, "draft_ids": draft_ids}
-        return load_mtp(place, target, what, unpack=on_cpu(), packing=packing_of(model_config or {}), **options)
-    if draft_ids is not None:
-        raise RequestError(f"draft_vocab is for MTP heads; {name} brings its own draft vocabulary.")
+        what, packing = target.name if name == MTP else name, packing_of(model_config or {})
+        options: dict[str, Any] = {
+            "unpack": on_cpu(),
+            "packing": head_packing(draft_bits, packing),
+            "draft_ids": draft_ids,
+        }
+        return load_mtp(place, target, what, model_config=model_config, **options)
+    if is_eagle(config):
+        packing = head_packing(draft_bits, {"group_size": GROUP_SIZE, "bits": EAGLE_BITS})
+        return load_eagle(place, target, name, unpack=on_cpu(), packing=packing, draft_ids=draft_ids)
+    for option, value in (("draft_vocab", draft_ids), ("draft_bits", draft_bits)):
+        if value is not None:
+            raise RequestError(f"{option} is for MTP and EAGLE heads; {name} is used as it is.")
     return load_dflash2(place, target, name, unpack=on_cpu())
+
+
+def head_packing(draft_bits: int | None, default: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return how a head is to be quantised that is not: as asked for, else by ``default``, on a CPU not at all."""
+    if draft_bits is None:
+        return None if on_cpu() else default
+    return None if draft_bits == max(BITS) else {"group_size": GROUP_SIZE, "bits": draft_bits}
 
 
 def has_config(place: Path) -> bool:
@@ -159,15 +190,20 @@ def resolve_drafter(name: str, progress: bool = False) -> Path:
     folder = fetch(name, ["config.json", INDEX])
     shards = read_index(folder / INDEX, name)
     if not shards:
-        return resolve(name, progress)
+        return with_weights(resolve(name, progress), name)
     config = read_config(folder, name, "drafter", DrafterMismatch)
     files = indexed_files(shards, contract_of(config, name), layers_of(config))
     if files:
         return fetch(name, ["config.json", INDEX, *files])
     is_model = any("model.embed_tokens." in tensor for tensor in shards)
-    if is_model and not config.keys() & {"dflash_config", "speculators_model_type"}:
+    if is_model and not is_eagle(config) and not config.keys() & {"dflash_config", "speculators_model_type"}:
         raise DrafterMismatch(no_head(name))
     return resolve(name, progress)
+
+
+def with_weights(folder: Path, name: str) -> Path:
+    """Return the folder of a repo, with the files that torch wrote where there are no others."""
+    return folder if any(folder.glob("*.safetensors")) else fetch(name, [*FILES, TORCH_FILES])
 
 
 def resolve(name: str, progress: bool = False) -> Path:

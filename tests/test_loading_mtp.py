@@ -11,7 +11,7 @@ from tiny_heads import Tensors, head_tensors, renamed, write_head, zero_centred
 
 from mlx_spec import generate, load, models
 from mlx_spec.draft_vocabulary import frequent_tokens
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.engine import Engine
 from mlx_spec.errors import DrafterMismatch, ModelError, RequestError
 from tools import extract_mtp
@@ -45,8 +45,8 @@ def head() -> Tensors:
     return head_tensors("qwen3", dtype=mx.bfloat16)
 
 
-def drafter_of(engine: Engine) -> MTPDrafter:
-    assert isinstance(engine.drafter, MTPDrafter)
+def drafter_of(engine: Engine) -> ChainDrafter:
+    assert isinstance(engine.drafter, ChainDrafter)
     return engine.drafter
 
 
@@ -164,7 +164,7 @@ def test_a_trimmed_draft_vocabulary(model: Path, sidecar: Path, tmp_path: Path) 
     chosen = drafter_of(load(str(model), str(sidecar), draft_vocab=[9, 5, 5, 200])[0]).head
     assert chosen.size == 3 and chosen.ids is not None and chosen.ids.tolist() == [5, 9, 200]
     dflash = write_dflash2(tmp_path / "dflash")
-    with pytest.raises(RequestError, match="draft_vocab is for MTP heads"):
+    with pytest.raises(RequestError, match="draft_vocab is for MTP and EAGLE heads"):
         load(str(model), str(dflash), draft_vocab=40)
 
 

@@ -30,7 +30,8 @@ from mlx_spec.drafters.mtp.contract import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
 from mlx_spec.target.layers import is_recurrent
-from tools.mtp_loss import chains, loss, standing
+from tools.chain_loss import loss, standing
+from tools.mtp_chains import chains
 from tools.train_dflash2 import Frozen
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +120,8 @@ class Pair(nn.Module):
         hidden, embedding = mx.stop_gradient(hidden), mx.stop_gradient(embedding)
         outputs = chains(self.head, QWEN, self.config, embedding, tokens, hidden, CHAIN)
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
-        return own + loss(outputs, frozen(embedding), tokens, lengths, 0 * lengths, hidden, hard=0.5)
+        held = frozen(embedding)
+        return own + loss(outputs, held.score, held, tokens, lengths, 0 * lengths, hidden, hard=0.5)
 
 
 def frozen(embedding: mx.array) -> Frozen:
@@ -198,7 +200,8 @@ def main() -> None:
     tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
     hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
     outputs = chains(pair.head, QWEN, pair.config, embedding, tokens, hidden, CHAIN)
-    stands = np.array(standing(outputs, frozen(embedding), tokens, mx.full((32,), LENGTH)))
+    held = frozen(embedding)
+    stands = np.array(standing(outputs, held.score, held, tokens, mx.full((32,), LENGTH)))
     print(
         "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
     )

@@ -18,9 +18,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.config_file import read_config
-from mlx_spec.drafters.checkpoint import load_tensors, read_files
+from mlx_spec.drafters.checkpoint import load_tensors, pack_head, read_files
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
-from mlx_spec.drafters.mtp.head import pack_head
 from mlx_spec.drafters.mtp.load import build_head, layer_config, no_head
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors

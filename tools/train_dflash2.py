@@ -33,6 +33,10 @@ class Frozen:
     draft_ids: mx.array
     draft_index: mx.array
 
+    def score(self, hidden: mx.array) -> mx.array:
+        """Apply the head rows of the draft vocabulary: [..., H] to [..., N]."""
+        return hidden @ self.head.T
+
 
 @dataclass(frozen=True)
 class Seen:

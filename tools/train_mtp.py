@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
@@ -22,12 +21,13 @@ from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.mtp.contract import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.tensors import head_tensors, norms_lack_one, shift_norms
-from tools import mtp_loss as mtp
+from tools import chain_loss
+from tools.chain_acceptance import accepted_length, standing_drafts
+from tools.chain_loss import standing
+from tools.mtp_chains import chains
 from tools.quantize_drafter import add_packing_arguments, packing
-from tools.train_data import Replies, frequent_tokens, make_batch
-from tools.train_dflash2 import Frozen
+from tools.train_data import Replies, frequent_tokens
 from tools.train_drafter import (
-    decoding_rounds,
     first_process,
     fit,
     freeze_target,
@@ -119,15 +119,21 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
         hidden = mx.stop_gradient(target.model(tokens))
-        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
-        return mtp.loss(outputs, frozen, tokens, lengths, firsts, hidden, args.hard)
+        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
+        return chain_loss.loss(outputs, frozen.score, frozen, tokens, lengths, firsts, hidden, args.hard)
 
     history = fit(args, make_step(head, loss, optimizer, packed), optimizer, replies)
     head.set_dtype(mx.bfloat16)
     if first_process():
         save(Path(args.out), config, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
-    stands = standing_drafts(head, config, frozen, target, heldout, args.max_length)
+
+    def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
+        hidden = target.model(tokens)
+        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, DEPTH)
+        return standing(outputs, frozen.score, frozen, tokens, lengths)
+
+    stands = standing_drafts(stand, heldout, args.max_length)
     return {
         "steps": history[-1][0],
         "seconds": round(time.perf_counter() - started, 1),
@@ -137,38 +143,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
         "step_seconds_loss": history[:: max(1, len(history) // 20)],
     }
-
-
-def standing_drafts(
-    head: MTPHead,
-    config: dict[str, Any],
-    frozen: Frozen,
-    target: Any,
-    heldout: Replies,
-    max_length: int,
-    limit: int = 512,
-) -> list[np.ndarray]:
-    """Return how many of seven drafts stand behind each anchor that held-out greedy replies could have."""
-    chosen, stands = np.flatnonzero(heldout.greedy & (heldout.prompt_lengths >= 2))[:limit], []
-    for i in range(0, len(chosen), 16):
-        batch = make_batch(heldout, chosen[i : i + 16], max_length)
-        tokens, lengths = mx.array(batch.tokens), mx.array(batch.lengths)
-        hidden = target.model(tokens)
-        outputs = mtp.chains(head, QWEN, config, frozen.embedding, tokens, hidden, DEPTH)
-        rows = np.array(mtp.standing(outputs, frozen, tokens, lengths))
-        # Decoding begins with the prompt's last token as anchor; chain i is that of the anchor at i + 1.
-        for row, first, length in zip(rows, batch.firsts, batch.lengths, strict=True):
-            stands.append(row[first - 2 : length - 2])
-    return stands
-
-
-def accepted_length(stands: list[np.ndarray], depth: int) -> float:
-    """Return the tokens a round, the bonus token included, of decoding with so many drafts."""
-    lengths = []
-    for row in stands:
-        cut = np.minimum(row, depth)
-        lengths += [1 + int(cut[at]) for at in decoding_rounds(cut)]
-    return round(float(np.mean(lengths)), 3) if lengths else 0.0
 
 
 def save(

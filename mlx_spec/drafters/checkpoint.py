@@ -60,6 +60,16 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
         raise DrafterMismatch(f"{name}: NaN or infinity in {', '.join(sorted(broken)[:8])}; download it again.")
 
 
+def pack_head(head: nn.Module, group_size: int, bits: int, mode: str = "affine") -> None:
+    """Quantise the matrices of a head, all but the small ones that choose experts."""
+
+    def is_packed(path: str, module: nn.Module) -> bool:
+        routes = path.endswith(("mlp.gate", "shared_expert_gate"))
+        return hasattr(module, "to_quantized") and not routes and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
+
+
 def _quantization(path: str, module: nn.Module, tensors: dict[str, mx.array]) -> dict[str, Any] | bool:
     if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
         return False

@@ -62,13 +62,25 @@ class ContextKV:
 
         Raises PositionError when the buffer no longer holds the window before ``position``.
         """
-        first = position if self.keep is None else max(0, position - self.keep)
+        first = self._window_before(position)
         if position < self.cursor and first < self.base:
             raise PositionError(
                 f"Cannot rewind to position {position}: that needs the context from {first} on, "
                 f"kept is {self.base} and later."
             )
         self.cursor = min(self.cursor, position)
+
+    def rewind_or_restart(self, position: int) -> None:
+        """Forget positions from ``position`` on; where the window before it is lost, begin again with that window.
+
+        Then the context is empty, and rows from ``cursor`` on, which stands before ``position``, are needed.
+        """
+        first = self._window_before(position)
+        if position >= self.cursor or first >= self.base:
+            self.rewind(position)
+        else:
+            self.base = self.cursor = first
+            self.rows = None
 
     def pages(self) -> tuple[mx.array, mx.array, mx.array]:
         """Return what is held as a pool [pages, PAGE_SLOTS, layers, 2, KV, D], its page table and its length.
@@ -80,6 +92,9 @@ class ContextKV:
         pool = self.rows.reshape(-1, PAGE_SLOTS, *self.rows.shape[1:])
         length = mx.array([self.cursor - self.base], dtype=mx.int32)
         return pool, mx.arange(pool.shape[0], dtype=mx.int32)[None], length
+
+    def _window_before(self, position: int) -> int:
+        return position if self.keep is None else max(0, position - self.keep)
 
     def _make_room(self, rows: mx.array) -> None:
         needed = self.cursor - self.base + rows.shape[0]

@@ -14,7 +14,7 @@ from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.accept import rule_for
 from mlx_spec.drafters.base import Choose, Committed, Proposal
-from mlx_spec.drafters.mtp.drafter import MTPDrafter, MTPState
+from mlx_spec.drafters.chain import ChainDrafter, ChainState
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import NonFiniteError, PositionError, RequestError
@@ -30,9 +30,9 @@ TARGETS = [("llama", None), ("llama", 4), ("qwen3_moe", None), ("qwen3_moe", 4)]
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None], MTPDrafter]:
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None], ChainDrafter]:
     @cache
-    def load(family: str, bits: int | None) -> MTPDrafter:
+    def load(family: str, bits: int | None) -> ChainDrafter:
         tensors = head_tensors(family, dtype=mx.bfloat16)
         folder = tmp_path_factory.mktemp("head")
         write_layout(folder, "sidecar", family, tensors)
@@ -57,13 +57,13 @@ class Steered:
 
     name = "steered"
 
-    def __init__(self, drafter: MTPDrafter, text: list[int], script: Script) -> None:
+    def __init__(self, drafter: ChainDrafter, text: list[int], script: Script) -> None:
         self.drafter, self.text, self.script = drafter, text, script
         self.taps, self.max_draft = drafter.taps, drafter.max_draft
         self.open, self.extend, self.rewind = drafter.open, drafter.extend, drafter.rewind
         self.proposals = 0
 
-    def propose(self, state: MTPState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def propose(self, state: ChainState, anchor: int, count: int, choose: Choose) -> Proposal:
         self.proposals += 1
 
         def led(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
@@ -75,7 +75,7 @@ class Steered:
         return self.drafter.propose(state, anchor, count, led)
 
 
-def fresh_state(drafter: MTPDrafter, target: Target, tokens: list[int]) -> MTPState:
+def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> ChainState:
     """The state of a drafter that saw all these tokens in one pass."""
     state, sequence = drafter.open(), target.open()
     rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
@@ -83,7 +83,7 @@ def fresh_state(drafter: MTPDrafter, target: Target, tokens: list[int]) -> MTPSt
     return state
 
 
-def assert_like_fresh(drafter: MTPDrafter, target: Target, state: MTPState, text: list[int]) -> None:
+def assert_like_fresh(drafter: ChainDrafter, target: Target, state: ChainState, text: list[int]) -> None:
     """Check that a state holds each committed row of ``text`` once: it is, and drafts, as one that saw it at once.
 
     text: committed tokens and the anchor.

@@ -15,10 +15,11 @@ from tiny_heads import MIMO, NEXTN, Tensors, renamed, write_head, zero_centred
 
 from mlx_spec import load, stream_generate
 from mlx_spec.cache_folder import cache_folder
-from mlx_spec.drafters.mtp.check import Measured, better_wiring, measure, shifted
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.mtp.check import measure, shifted
 from mlx_spec.drafters.mtp.head import HeadRows
 from mlx_spec.drafters.mtp.tensors import shift_norms
+from mlx_spec.drafters.wiring import Measured, better_wiring
 from mlx_spec.engine import Engine
 
 TESTS = Path(__file__).parent.parent
@@ -76,11 +77,13 @@ def loaded(kind: str) -> tuple[Engine, Any]:
         return load(*map(str, KINDS[kind]))
 
 
-def rewired(kind: str, wiring: Wiring) -> MTPDrafter:
+def rewired(kind: str, wiring: Wiring) -> ChainDrafter:
     """The drafter, wired in another way."""
     engine = loaded(kind)[0]
-    assert isinstance(engine.drafter, MTPDrafter)
-    return MTPDrafter(wiring(engine.drafter.rows), engine.target, engine.drafter.head)
+    assert isinstance(engine.drafter, ChainDrafter)
+    rows = wiring(engine.drafter.rows)
+    taps = (engine.target.num_layers - (not rows.contract.reads_normed),)
+    return ChainDrafter("mtp", rows, taps, engine.target, engine.drafter.head)
 
 
 def tokens(text: str) -> list[int]:
@@ -124,14 +127,15 @@ def test_every_wrong_wiring_lowers_acceptance(wrong: str, kind: str) -> None:
 @kinds
 def test_the_right_wiring_is_left_alone(kind: str) -> None:
     for text in TEXTS:
-        assert better_wiring(loaded(kind)[0].target, rewired(kind, lambda r: r), tokens(text), "head") is None
+        found = measure(loaded(kind)[0].target, rewired(kind, lambda r: r), tokens(text))
+        assert better_wiring(found, "head") is None
 
 
 @kinds
 @pytest.mark.parametrize("wrong", list(WRONG))
 def test_a_wrong_wiring_is_named(wrong: str, kind: str) -> None:
     target, drafter = loaded(kind)[0].target, rewired(kind, WRONG[wrong])
-    found = [better_wiring(target, drafter, tokens(text), "the head") for text in TEXTS]
+    found = [better_wiring(measure(target, drafter, tokens(text)), "the head") for text in TEXTS]
     named = [sentence for sentence in found if sentence is not None]
     assert named and all(sentence.startswith("the head: ") and wrong in sentence for sentence in named)
 
@@ -206,7 +210,7 @@ def test_load_measures_again_when_the_head_was_replaced(tmp_path: Path) -> None:
 @kinds
 def test_load_is_silent_about_the_right_wiring(kind: str) -> None:
     engine, _ = load(*map(str, KINDS[kind]))
-    assert isinstance(engine.drafter, MTPDrafter)
+    assert isinstance(engine.drafter, ChainDrafter)
     assert wirings() == [{"better": None}]
 
 
@@ -214,7 +218,7 @@ def test_a_model_as_published_brings_its_head(tmp_path: Path) -> None:
     """Its norm weights are stored less one, those of the target and those of the head."""
     folder = KINDS["hybrid"][0]
     engine, _ = load(str(folder))
-    assert isinstance(engine.drafter, MTPDrafter)
+    assert isinstance(engine.drafter, ChainDrafter)
     assert mx.array_equal(engine.drafter.rows.norm.weight, stored("hybrid")["norm.weight"])
     low = mx.load(str(folder / "model.safetensors"))["model.language_model.norm.weight"]
     assert mx.array_equal(engine.target.norm.weight, low + 1)

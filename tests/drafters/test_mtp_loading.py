@@ -14,8 +14,8 @@ from tiny_heads import Tensors, head_tensors, renamed, write_head, write_layout,
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.contract import CONTRACTS, OTHER_HEADS
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.drafters.mtp.tensors import norms_lack_one
@@ -36,7 +36,7 @@ def tensors() -> Tensors:
     return head_tensors("qwen3", dtype=mx.bfloat16)
 
 
-def candidates(drafter: MTPDrafter, on: Target | None = None) -> tuple[list[list[int]], list[list[float]]]:
+def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[list[int]], list[list[float]]]:
     """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
@@ -227,7 +227,7 @@ def test_a_whole_output_head_of_the_checkpoints_own_can_be_trimmed(tmp_path: Pat
 def test_an_embedding_of_the_heads_own(tmp_path: Path) -> None:
     shuffled = target().model.model.embed_tokens.weight[::-1]
     folder = write_head(tmp_path, SIDECAR, tensors() | {"embed_tokens.weight": shuffled})
-    found = load_mtp(folder, target(), "dedicated")._embed(mx.array([4]))
+    found = load_mtp(folder, target(), "dedicated").embed(mx.array([4]))
     assert mx.array_equal(found[0], shuffled[4])
 
 

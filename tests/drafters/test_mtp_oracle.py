@@ -18,7 +18,7 @@ from tiny_models import CONFIGS, tiny_target
 from metal_kernels.implementations import using
 from metal_kernels.launch import launching
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import layer_config, load_mtp
 
 ROUNDING = 2e-4
@@ -36,7 +36,7 @@ def watched(seen: list[np.ndarray]) -> object:
     return choose
 
 
-def run_rounds(drafter: MTPDrafter, oracle: MTPOracle, sizes: list[int]) -> None:
+def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> None:
     """Commit rows in pieces of these sizes and compare the chain behind each piece."""
     rng, width = np.random.default_rng(7), drafter.rows.norm_embedding.weight.size
     tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]

@@ -18,7 +18,9 @@ from mlx_spec.drafters.mtp.contract import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.target import Target
-from tools import mtp_loss, train_mtp
+from tools import chain_loss, train_mtp
+from tools.mtp_chains import chains
+from tools.train_dflash2 import Frozen
 from tools.train_drafter import freeze_target
 
 STEPS, LENGTH = 4, 24
@@ -34,7 +36,7 @@ def test_the_training_forward_is_the_shipped_forward(family: str, tmp_path: Path
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))
     hidden = target.model.model(tokens)
     frozen = freeze_target(target.model, list(range(96)))
-    outputs = mtp_loss.chains(head, QWEN, CONFIGS[family], frozen.embedding, tokens, hidden, STEPS)
+    outputs = chains(head, QWEN, CONFIGS[family], frozen.embedding, tokens, hidden, STEPS)
     logits = np.stack([np.array(output @ frozen.head.T) for output in outputs])
     gold = np.array(tokens)
     for n in range(2):
@@ -58,19 +60,19 @@ def test_drafts_stand_as_far_as_they_are_right() -> None:
     drafted = [[4, 1, 5, 2, 9, 9, 9], [1, 5, 9, 9, 9, 9, 9]]
     outputs = [mx.array(np.eye(10)[np.array([row])].astype(np.float32)) for row in drafted]
     ids = mx.arange(10)
-    frozen = mtp_loss.Frozen(mx.eye(10), mx.eye(10), ids, ids)
-    assert mtp_loss.standing(outputs, frozen, tokens, lengths).tolist() == [[2, 2, 1, 1, 0, 0, 0]]
+    frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
+    assert chain_loss.standing(outputs, frozen.score, frozen, tokens, lengths).tolist() == [[2, 2, 1, 1, 0, 0, 0]]
 
 
 def test_wrong_steps_weigh_less_and_prompts_nothing() -> None:
     tokens = mx.array([[3, 1, 4, 1, 5, 2]], dtype=mx.int32)
     ids, hidden = mx.arange(10), mx.zeros((1, 6, 10))
-    frozen = mtp_loss.Frozen(mx.eye(10), mx.eye(10), ids, ids)
+    frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
 
     def value(first: list[int], second: list[int], lengths: int = 6, firsts: int = 0) -> float:
         outputs = [mx.array(9 * np.eye(10)[np.array([row])].astype(np.float32)) for row in (first, second)]
         bounds = mx.array([lengths]), mx.array([firsts])
-        return float(np.array(mtp_loss.loss(outputs, frozen, tokens, *bounds, hidden, 1.0)))
+        return float(np.array(chain_loss.loss(outputs, frozen.score, frozen, tokens, *bounds, hidden, 1.0)))
 
     right, second = [4, 1, 5, 2, 0], [1, 5, 2, 0, 0]
     assert value(right, second) < 0.01

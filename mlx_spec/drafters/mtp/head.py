@@ -17,6 +17,7 @@ from mlx import nn
 from mlx_lm.utils import _get_classes
 
 from metal_kernels import Linear, linear_rows
+from mlx_spec.drafters.chain import Entered
 from mlx_spec.drafters.mtp.contract import Contract
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
@@ -35,16 +36,6 @@ class MTPHead(nn.Module):
         one = one_layer(config)
         self.args, self.layers = one.args, [one.layers[0]]
         self.norm = nn.RMSNorm(width, eps=eps)
-
-
-def pack_head(head: MTPHead, group_size: int, bits: int, mode: str = "affine") -> None:
-    """Quantise the matrices of a head, all but the small ones that choose experts."""
-
-    def is_packed(path: str, module: nn.Module) -> bool:
-        routes = path.endswith(("mlp.gate", "shared_expert_gate"))
-        return hasattr(module, "to_quantized") and not routes and module.weight.shape[-1] % group_size == 0
-
-    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
 
 
 def one_layer(config: dict[str, Any]) -> Any:
@@ -95,7 +86,16 @@ class HeadRows:
             Norm.of(head.norm),
         )
 
-    def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> "Entered":
+    @property
+    def width(self) -> int:
+        """H, the size of hidden states."""
+        return self.norm_hidden.weight.size
+
+    def features(self, taps: mx.array) -> mx.array:
+        """Return the target's hidden states [R, H] as they are."""
+        return taps
+
+    def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> Entered:
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         parts = [self.norm_embedding(embedded), self.norm_hidden(hidden)]
         if self.contract.hidden_first:
@@ -103,28 +103,12 @@ class HeadRows:
         fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
         return Entered(fused, *self.attention.project(self.input_norm(fused), positions))
 
-    def leave(self, row: "Entered", attended: mx.array) -> tuple[mx.array, mx.array]:
+    def leave(self, row: Entered, attended: mx.array) -> tuple[mx.array, mx.array]:
         """Finish rows behind attention, whose output is [R, H, D].
 
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
-        x = self.attention.finish(row.projected, attended, row.fused)
+        x = self.attention.finish(row.projected, attended, row.residual)
         x = self.feed_forward(self.post_norm(x), x)
         normed = self.norm(x)
         return normed, normed if self.contract.recycles_normed else x
-
-
-@dataclass(frozen=True)
-class Entered:
-    """Rows before attention: fused [R, H], the joined projection [R, N], queries [R, H, D], and keys and values
-    [2, R, KV, D], positions encoded."""
-
-    fused: mx.array
-    projected: mx.array
-    queries: mx.array
-    keys_values: mx.array
-
-    def rows(self, start: int, stop: int) -> "Entered":
-        """Return the rows from ``start`` to before ``stop``."""
-        part = slice(start, stop)
-        return Entered(self.fused[part], self.projected[part], self.queries[part], self.keys_values[:, part])

@@ -1,7 +1,6 @@
 """Loading an MTP head and binding it to its target."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 from mlx import nn
 from mlx_lm.utils import dequantize_model
 
-from metal_kernels import Linear, linear_rows
 from mlx_spec.config_file import read_config as read_config_file
-from mlx_spec.drafters.checkpoint import load_tensors, read_files
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.checkpoint import load_tensors, pack_head, read_files
+from mlx_spec.drafters.draft_head import draft_head
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
-from mlx_spec.drafters.mtp.drafter import DraftHead, MTPDrafter
-from mlx_spec.drafters.mtp.head import HeadRows, MTPHead, pack_head
+from mlx_spec.drafters.mtp.head import HeadRows, MTPHead
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
@@ -32,12 +31,12 @@ def load_mtp(
     unpack: bool = False,
     packing: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
-) -> MTPDrafter:
+) -> ChainDrafter:
     """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
 
     model_config: the target's ``config.json``, for a head that comes without one. unpack: turn quantised weights
-    into bfloat16 ones, which are faster on a CPU; else packing: group_size, bits and mode to quantise a head with
-    that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
+    into bfloat16 ones, which are faster on a CPU. packing: group_size, bits and mode to quantise a head with that
+    is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
     checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
@@ -56,12 +55,15 @@ def load_mtp(
     d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
+    if packing is not None and not any(key.endswith(".scales") for key in tensors):
+        pack_head(head, **packing)
     if unpack:
         dequantize_model(head)
-    elif packing is not None and not any(key.endswith(".scales") for key in tensors):
-        pack_head(head, **packing)
-    scores = draft_head(head, target, d2t, draft_ids, name)
-    return MTPDrafter(HeadRows.of(head, contract, family, name), target, scores, head.get("embed_tokens"))
+    own_ids = None if d2t is None else checked_ids(d2t, target, name)
+    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    rows = HeadRows.of(head, contract, family, name)
+    taps = (target.num_layers if contract.reads_normed else target.num_layers - 1,)
+    return ChainDrafter("mtp", rows, taps, target, scores, head.get("embed_tokens"))
 
 
 def no_head(name: str) -> str:
@@ -109,27 +111,6 @@ def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) 
     if "lm_head.weight" in tensors:
         head.lm_head = nn.Linear(width, tensors["lm_head.weight"].shape[0], bias=False)
     return head
-
-
-def draft_head(
-    head: MTPHead, target: Target, d2t: mx.array | None, draft_ids: Sequence[int] | None, name: str
-) -> DraftHead:
-    """Return the output head of drafts: the checkpoint's own or the target's, of chosen tokens or of all.
-
-    d2t: the target's ids of the draft tokens, by the checkpoint. Raises DrafterMismatch where they do not fit.
-    """
-    chosen = draft_ids if d2t is None else checked_ids(d2t, target, name)
-    ids = None if chosen is None else mx.array(list(chosen), dtype=mx.int32)
-    if "lm_head" not in head:
-        if ids is None:
-            return DraftHead(target.logits, target.vocab_size)
-        return DraftHead(target.head_for(ids), ids.size, ids)
-    own, names = Linear.of(head.lm_head), "the target has" if d2t is None else "d2t names"
-    expected = target.vocab_size if ids is None or d2t is None else ids.size
-    if own.size != expected:
-        raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")
-    rows = own.rows(ids) if d2t is None and ids is not None else own
-    return DraftHead(partial(linear_rows, linears=rows), rows.size, ids)
 
 
 def checked_ids(d2t: mx.array, target: Target, name: str) -> list[int]:

@@ -1,0 +1,102 @@
+"""Loading an EAGLE head and binding it to its target."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.utils import dequantize_model
+
+from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.checkpoint import load_tensors, pack_head
+from mlx_spec.drafters.draft_head import draft_head
+from mlx_spec.drafters.eagle.contract import (
+    Contract,
+    HeadConfig,
+    read_contract,
+    read_head_config,
+    refuse_other_heads,
+)
+from mlx_spec.drafters.eagle.head import EagleHead, EagleRows
+from mlx_spec.drafters.eagle.source import read_head
+from mlx_spec.drafters.eagle.tensors import head_tensors, is_fused, is_targets_embedding, own_draft_ids
+from mlx_spec.errors import DrafterMismatch
+from mlx_spec.target import Target
+
+
+def load_eagle(
+    folder: Path,
+    target: Target,
+    name: str,
+    *,
+    unpack: bool = False,
+    packing: dict[str, Any] | None = None,
+    draft_ids: Sequence[int] | None = None,
+) -> ChainDrafter:
+    """Load an EAGLE head from a folder and bind it to its target.
+
+    unpack: turn quantised weights into bfloat16 ones, which are faster on a CPU. packing: group_size and bits to
+    quantise a head with that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for
+    those that the checkpoint names (``d2t``).
+    Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
+    UnsupportedModel for a head that mlx_spec does not run.
+    """
+    raw = read_config_file(folder, name, "drafter", DrafterMismatch)
+    refuse_other_heads(raw, name)
+    tensors = head_tensors(read_head(folder, name), name)
+    config, contract = read_head_config(raw, name), read_contract(raw, is_fused(tensors), target.num_layers, name)
+    check_target(config, target, name)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    own_ids = None if d2t is None else own_draft_ids(d2t, t2d, target, name)
+    if is_targets_embedding(tensors.get("embed_tokens.weight"), target):
+        del tensors["embed_tokens.weight"]
+    head = build_head(config, contract, tensors, name)
+    check_borrowed(head, config, target, name)
+    load_tensors(head, tensors, name)
+    head.set_dtype(target.dtype)
+    if packing is not None and not any(key.endswith(".scales") for key in tensors):
+        pack_head(head, **packing)
+    if unpack:
+        dequantize_model(head)
+    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    rows = EagleRows.of(head, config, contract, name)
+    return ChainDrafter("eagle", rows, contract.taps, target, scores, head.get("embed_tokens"))
+
+
+def check_target(config: HeadConfig, target: Target, name: str) -> None:
+    """Raise DrafterMismatch, with both numbers, when a head was made for another target."""
+    for what, needed, found in (
+        ("hidden size", config.target_hidden_size, target.hidden_size),
+        ("vocabulary size", config.vocab_size, target.vocab_size),
+    ):
+        if needed != found:
+            raise DrafterMismatch(
+                f"{name} expects {what} {needed}; target {target.name} has {found}. "
+                "Use the head that was trained with this target."
+            )
+
+
+def build_head(config: HeadConfig, contract: Contract, tensors: dict[str, mx.array], name: str) -> EagleHead:
+    """Build the modules that a checkpoint has tensors for, its own embedding and output head included."""
+    try:
+        head = EagleHead(config, contract, tensors.keys())
+    except (KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+    if "embed_tokens.weight" in tensors:
+        head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+    if "lm_head.weight" in tensors:
+        head.lm_head = nn.Linear(config.hidden_size, tensors["lm_head.weight"].shape[0], bias=False)
+    return head
+
+
+def check_borrowed(head: EagleHead, config: HeadConfig, target: Target, name: str) -> None:
+    """Raise DrafterMismatch where a head would need what its target has in another width."""
+    if config.hidden_size != target.hidden_size:
+        for part in ("embed_tokens", "lm_head"):
+            if part not in head:
+                raise DrafterMismatch(
+                    f"{name}: a head of width {config.hidden_size} needs its own {part}.weight; "
+                    f"that of {target.name} has width {target.hidden_size}."
+                )

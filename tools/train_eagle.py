@@ -1,0 +1,214 @@
+"""Train an EAGLE-3 head for a target, on replies that the target wrote (see ``tools.write_replies``).
+
+The modules that are trained are the modules that are shipped: one Llama layer over hidden states of the target,
+normed one by one (EAGLE-3.1), with an output head of its own over the tokens that the replies use most. It is
+unrolled on its own outputs, as it will be run. Weights are computed with as they will be packed. ``mlx.launch``
+spreads a run over several GPUs.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from metal_kernels.implementations import using
+from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
+from mlx_spec.drafters.eagle.contract import Contract, HeadConfig, read_contract, read_head_config
+from mlx_spec.drafters.eagle.head import EagleHead
+from mlx_spec.drafters.eagle.tensors import head_tensors
+from tools import chain_loss
+from tools.chain_acceptance import accepted_length, standing_drafts
+from tools.chain_loss import standing
+from tools.eagle_chains import chains
+from tools.quantize_drafter import add_packing_arguments, packing
+from tools.train_data import Replies, frequent_tokens
+from tools.train_dflash2 import Frozen, run_target
+from tools.train_drafter import first_process, fit, freeze_target, make_optimizer, make_step, shipped_weights
+from tools.write_replies import load_target
+
+# How deep chains are when acceptance is measured.
+DEPTH = 7
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_eagle",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
+    add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
+    add("--heldout", required=True, help=".npz of replies to measure acceptance on")
+    add("--out", required=True, help="folder for the checkpoint")
+    add("--chain", type=int, default=5, help="steps that each chain is trained for")
+    add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
+    add("--taps", type=int, nargs="+", help="target layers whose output is read (default: 4, evenly spread)")
+    add("--draft-vocab", type=int, default=8192, help="tokens of the head's own vocabulary, most frequent first")
+    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
+    add("--batch-size", type=int, default=32, help="sequences a step, on each GPU")
+    add("--max-length", type=int, default=512, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
+    add("--steps", type=int, default=4000)
+    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--resume", type=Path, help="start from this checkpoint, of the same shape")
+    add("--seed", type=int, default=0)
+    add_packing_arguments(parser)
+    return parser
+
+
+def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``config.json`` of the head, in the layout of the ``speculators`` library."""
+    depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
+    taps = args.taps or [round(1 + i * (depth - 3) / 3) for i in range(4)]
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "dtype": "bfloat16",
+        "draft_vocab_size": args.draft_vocab,
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        # Counted by what layers read.
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "hidden_size": target["hidden_size"],
+            "intermediate_size": args.intermediate_size or target["intermediate_size"],
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": target["num_key_value_heads"],
+            "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
+            "rms_norm_eps": target["rms_norm_eps"],
+            "vocab_size": target["vocab_size"],
+            "max_position_embeddings": target["max_position_embeddings"],
+            "rope_theta": target["rope_theta"],
+            "rope_scaling": target.get("rope_scaling"),
+            "tie_word_embeddings": False,
+        },
+    }
+
+
+def new_head(config: HeadConfig, contract: Contract, draft_vocab: int) -> EagleHead:
+    """Build a head with the modules that are trained."""
+    head = EagleHead(config, contract, {"fc.weight", "fc_norm.0.weight"})
+    head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+    return head
+
+
+def initial_head(
+    config: HeadConfig, contract: Contract, frozen: Frozen, norm: mx.array, resume: Path | None
+) -> EagleHead:
+    """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
+
+    norm: weight [H] of the target's final norm.
+    """
+    head = new_head(config, contract, frozen.head.shape[0])
+    head.lm_head.weight, head.norm.weight = frozen.head.astype(mx.float32), norm.astype(mx.float32)
+    if resume is not None:
+        name, start = str(resume), new_head(config, contract, frozen.head.shape[0])
+        tensors = head_tensors(read_tensors(resume, name), name)
+        load_tensors(start, {n: v for n, v in tensors.items() if n not in ("d2t", "t2d")}, name)
+        plain = tree_flatten(dequantize_model(start).parameters())
+        head.load_weights([(n, v.astype(mx.float32)) for n, v in plain])
+    mx.eval(head.parameters())
+    return head
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, save, and return what the model card needs."""
+    target, tokenizer = load_target(args.model, "bfloat16")
+    replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
+    raw = head_config(args, vars(target.args))
+    config = read_head_config(raw, "the new head")
+    contract = read_contract(raw, True, target.args.num_hidden_layers, "the new head")
+    draft_ids = frequent_tokens(replies, args.draft_vocab, config.vocab_size, list(tokenizer.eos_token_ids))
+    frozen = freeze_target(target, draft_ids)
+    mx.random.seed(args.seed)
+    head = initial_head(config, contract, frozen, target.model.norm.weight, args.resume)
+    mx.eval(target.parameters(), frozen.head)
+    started = time.perf_counter()
+    optimizer = make_optimizer()
+    optimizer.init(head.trainable_parameters())
+    packed = packing(head, args)
+
+    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
+        seen = run_target(target, tokens, contract.taps)
+        taps, hidden = mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden)
+        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, args.chain)
+        return chain_loss.loss(outputs, head.lm_head, frozen, tokens, lengths, firsts, hidden, args.hard)
+
+    history = fit(args, make_step(head, loss, optimizer, packed), optimizer, replies)
+    head.set_dtype(mx.bfloat16)
+    if first_process():
+        save(Path(args.out), raw, config, contract, head, packed, draft_ids)
+    head.update(shipped_weights(head.parameters(), packed))
+
+    def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
+        seen = run_target(target, tokens, contract.taps)
+        outputs = chains(head, contract, config, frozen.embedding, tokens, seen.taps, DEPTH)
+        return standing(outputs, head.lm_head, frozen, tokens, lengths)
+
+    stands = standing_drafts(stand, heldout, args.max_length)
+    return {
+        "steps": history[-1][0],
+        "seconds": round(time.perf_counter() - started, 1),
+        "replies": len(replies),
+        "tokens": int(len(replies.tokens)),
+        "parameters": sum(v.size for _, v in tree_flatten(head.parameters())),
+        "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
+        "step_seconds_loss": history[:: max(1, len(history) // 20)],
+    }
+
+
+def save(
+    folder: Path,
+    raw: dict[str, Any],
+    config: HeadConfig,
+    contract: Contract,
+    head: EagleHead,
+    packed: dict[str, dict[str, Any]],
+    draft_ids: list[int],
+) -> None:
+    """Write the head as the ``speculators`` library names it, packed as trained."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shipped = new_head(config, contract, len(draft_ids))
+    shipped.update(head.parameters())
+    nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
+    ids = np.array(draft_ids)
+    marked = np.zeros(config.vocab_size, dtype=bool)
+    marked[ids] = True
+    vocabulary = {"d2t": mx.array(ids - np.arange(ids.size)), "t2d": mx.array(marked)}
+    tensors = {**dict(tree_flatten(shipped.parameters())), **vocabulary}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    written = {**raw, "draft_vocab_size": ids.size, "quantization": next(iter(packed.values()), None)}
+    (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the command."""
+    args = setup_arg_parser().parse_args()
+    with using("stock"):  # our kernels have no gradients
+        result = train(args)
+    if not first_process():
+        return
+    for depth, length in result["accepted_length"].items():
+        print(f"{depth} drafts a round: accepted length {length}")
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
+    print(json.dumps({"arguments": arguments, **result}))
+
+
+if __name__ == "__main__":
+    main()
