@@ -1,24 +1,23 @@
 """The MTP drafter in the engine: the law, steered drafts, conversations that go on, rounds that break off."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from scripted_drafters import Script, mixture, plain, right_then_wrong, run
+from scripted_drafters import mixture, plain, right_then_wrong, run
+from steered import Steered, assert_like_fresh, fresh_state, go_on
 from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.accept import rule_for
-from mlx_spec.drafters.base import Choose, Committed, Proposal
-from mlx_spec.drafters.chain import ChainDrafter, ChainState
+from mlx_spec.drafters.base import Committed
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import NonFiniteError, PositionError, RequestError
-from mlx_spec.policy import FixedDepth
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
 
@@ -50,62 +49,6 @@ def target_of(family: str, bits: int | None) -> Target:
 def plain_text(family: str, bits: int | None, sampler: str, prompt: int = 40, new: int = 40) -> list[int]:
     request = Request(TOKENS[:prompt], new, sampling=SAMPLERS[sampler], prefill_step_size=17)
     return plain(target_of(family, bits), request).text
-
-
-class Steered:
-    """An MTP drafter whose chain is led along a known text where the script says right, and off it elsewhere."""
-
-    name = "steered"
-
-    def __init__(self, drafter: ChainDrafter, text: list[int], script: Script) -> None:
-        self.drafter, self.text, self.script = drafter, text, script
-        self.taps, self.max_draft = drafter.taps, drafter.max_draft
-        self.open, self.extend, self.rewind = drafter.open, drafter.extend, drafter.rewind
-        self.proposals = 0
-
-    def propose(self, state: ChainState, anchor: int, count: int, choose: Choose) -> Proposal:
-        self.proposals += 1
-
-        def led(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-            right = self.text[position] if position < len(self.text) else 0
-            index = position - state.position - 1
-            wrong = (right + 1 + position % 7) % 90
-            return mx.array(right if self.script(self.proposals, index, position) else wrong), None
-
-        return self.drafter.propose(state, anchor, count, led)
-
-
-def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> ChainState:
-    """The state of a drafter that saw all these tokens in one pass."""
-    state, sequence = drafter.open(), target.open()
-    rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
-    drafter.extend(state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
-    return state
-
-
-def assert_like_fresh(drafter: ChainDrafter, target: Target, state: ChainState, text: list[int]) -> None:
-    """Check that a state holds each committed row of ``text`` once: it is, and drafts, as one that saw it at once.
-
-    text: committed tokens and the anchor.
-    """
-    assert state.position == len(text) - 1
-    fresh = fresh_state(drafter, target, text[:-1])
-    states = [state.fork(), fresh]
-    seen: list[list[mx.array]] = [[], []]
-    for each, scores in zip(states, seen, strict=True):
-
-        def choose(position: int, ids: mx.array, values: mx.array, into: list = scores) -> tuple[mx.array, None]:
-            into.append(mx.concatenate([ids.astype(mx.float32), values]))
-            return ids[0], None
-
-        drafter.propose(each, text[-1], 4, choose)
-    for mine, other in zip(*seen, strict=True):
-        assert mx.array_equal(mine, other)
-    ours, theirs = (each.context for each in states)
-    assert ours.cursor == theirs.cursor == len(text) - 2
-    if ours.cursor:
-        assert mx.array_equal(ours.rows[: ours.cursor], theirs.rows[: ours.cursor])
-    assert mx.array_equal(states[0].hidden, states[1].hidden)
 
 
 def cases() -> list[tuple[str, int | None, str, int]]:
@@ -168,21 +111,6 @@ def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Any)
     generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
     assert_like_fresh(drafter, target, generation.drafting, TOKENS[:60])
     engine.close(generation)
-
-
-def go_on(engine: Engine, old: Generation, prompt: list[int], keep: int, step: int) -> Generation:
-    """Continue a conversation: keep the first ``keep`` positions of its caches and read the rest of ``prompt``."""
-    drafter, sequence, drafting = engine.drafter, old.sequence, old.drafting
-    keep = drafter.rewind(drafting, keep)
-    sequence.rewind(keep)
-    request = replace(old.request, prompt=prompt)
-
-    def extend(rows: Any, tokens: mx.array) -> None:
-        drafter.extend(drafting, Committed(sequence.length - tokens.size, tokens, rows.taps))
-
-    engine.target.prefill(sequence, prompt[keep:-1], drafter.taps, step, on_rows=extend)
-    rule = rule_for(request.sampling, engine.target.vocab_size)
-    return Generation(request, sequence, drafting, rule, FixedDepth(request.num_draft_tokens or 0), list(prompt))
 
 
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
