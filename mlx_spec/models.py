@@ -15,7 +15,7 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
-from mlx_spec.demo import DRAFTER_FOLDER, MTP_FOLDER
+from mlx_spec.demo import DRAFTER_FOLDER, EAGLE_FOLDER, MTP_FOLDER
 from mlx_spec.demo.model import demo_model_folder
 from mlx_spec.draft_vocabulary import frequent_tokens
 from mlx_spec.drafters.base import Drafter
@@ -35,7 +35,7 @@ from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
 from mlx_spec.target.target import text_config
 
-DEMO, MTP = "demo", "mtp"
+DEMO, MTP, EAGLE = "demo", "mtp", "eagle"
 # Rows of the largest pass that exactness is checked with where there is no drafter.
 DEFAULT_ROWS = 8
 # Bits a weight of an EAGLE head, and the choices; 16 leaves a head as it is.
@@ -58,7 +58,8 @@ def load(
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
     a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that holds an MTP head; "mtp" for the
-    head that comes with the model; "auto" for the drafter that comes with it, if any; None for none.
+    head that comes with the model, "eagle" for the demo's; "auto" for the drafter that comes with it, if any; None
+    for none.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
     unless it has a vocabulary of its own. draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head
     with, 16 for none; by default EAGLE heads have 4 and MTP heads those of their model. Quantised ones stay as
@@ -88,7 +89,8 @@ def load(
         name = MTP
     bound, label = None, ""
     if name is not None:
-        place = MTP_FOLDER if (model, name) == (DEMO, MTP) else folder if name == MTP else None
+        demo = {MTP: MTP_FOLDER, EAGLE: EAGLE_FOLDER} if model == DEMO else {}
+        place = demo.get(name, folder if name == MTP else None)
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         options: dict[str, Any] = {"draft_ids": ids, "draft_bits": draft_bits}
         bound = load_drafter(name, target, progress, place=place, model_config=config, **options)

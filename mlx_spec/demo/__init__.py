@@ -4,3 +4,4 @@ from pathlib import Path
 
 DRAFTER_FOLDER = Path(__file__).parent / "dflash2"
 MTP_FOLDER = Path(__file__).parent / "mtp"
+EAGLE_FOLDER = Path(__file__).parent / "eagle"

@@ -6,48 +6,70 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.eagle.head import EagleRows
 from mlx_spec.drafters.wiring import Measured, Wiring, measure_wirings, read_text
 from mlx_spec.target import Target
+from mlx_spec.target.layers import Attention
 
-# Where a chain goes on with another hidden state, only its second draft shows it.
+# What a chain goes on with only shows in its second draft.
 STEPS = 2
 
 
 def measure(target: Target, drafter: ChainDrafter, tokens: Sequence[int]) -> Measured:
     """Measure a head as its contract wires it and in every way that differs from that in one point."""
-    rows, head, declared = drafter.rows, drafter.head, drafter.taps
+    rows, head = drafter.rows, drafter.head
     assert isinstance(rows, EagleRows)
-    last, contract = target.num_layers, rows.contract
-    sets = {f"hidden states one layer {where}": moved for where, moved in neighbours(declared, last).items()}
-    needed = sorted({tap for taps in (declared, *sets.values()) for tap in taps})
+    states = other_states(drafter.taps, target.num_layers)
+    needed = sorted({tap for taps in (drafter.taps, *states.values()) for tap in taps})
     ids, read, expected = read_text(target, tokens, needed)
     features = dict(zip(needed, read, strict=True))
 
     def tapped(taps: Sequence[int]) -> mx.array:
         return mx.concatenate([features[tap] for tap in taps], axis=-1)
 
-    seen = tapped(declared)
-    ways = {name: Wiring(rows, tapped(taps), head) for name, taps in sets.items()}
-    if contract.fused:
-        residual, output = not contract.norm_before_residual, not contract.norm_output
-        others = {
-            f"norm_before_residual {str(residual).lower()}": replace(contract, norm_before_residual=residual)
-        }
-        if rows.norm is not None:
-            others[f"norm_output {str(output).lower()}"] = replace(contract, norm_output=output)
-        ways |= {name: Wiring(replace(rows, contract=other), seen, head) for name, other in others.items()}
-    if head.ids is not None and (offsets := head.ids - mx.arange(head.size)).min() >= 0:
-        ways["d2t as ids of the target"] = Wiring(rows, seen, replace(head, ids=offsets))
+    seen = tapped(drafter.taps)
+    ways = {
+        **{name: Wiring(rows, tapped(taps), head) for name, taps in states.items()},
+        **{name: Wiring(other, seen, head) for name, other in other_rows(rows, target).items()},
+        **{name: Wiring(rows, seen, other) for name, other in other_heads(rows, head).items()},
+    }
     return measure_wirings(drafter, Wiring(rows, seen, head), ways, ids, expected, STEPS)
 
 
-def neighbours(taps: tuple[int, ...], target_layers: int) -> dict[str, tuple[int, ...]]:
-    """Return the same hidden states counted one layer lower and higher, where the target has these.
-
-    A head that reads the last one alone has one neighbour, the last before the final norm.
-    """
+def other_states(taps: tuple[int, ...], target_layers: int) -> dict[str, tuple[int, ...]]:
+    """Return hidden states that may be meant instead: those one layer lower and higher, where there are any."""
     if taps == (target_layers,):
-        return {"lower": (target_layers - 1,)}
-    moved = {"lower": tuple(tap - 1 for tap in taps), "higher": tuple(tap + 1 for tap in taps)}
-    return {where: each for where, each in moved.items() if min(each) >= 0 and max(each) < target_layers}
+        return {"the hidden state before the final norm": (target_layers - 1,)}
+    moved = {
+        "hidden states one layer lower": tuple(tap - 1 for tap in taps),
+        "hidden states one layer higher": tuple(tap + 1 for tap in taps),
+    }
+    return {name: each for name, each in moved.items() if min(each) >= 0 and max(each) < target_layers}
+
+
+def other_rows(rows: EagleRows, target: Target) -> dict[str, EagleRows]:
+    """Return the head with its norms or its rotation otherwise."""
+    contract, ways = rows.contract, dict[str, EagleRows]()
+    if contract.fused:
+        residual = not contract.norm_before_residual
+        other = replace(contract, norm_before_residual=residual)
+        ways[f"norm_before_residual {str(residual).lower()}"] = replace(rows, contract=other)
+    if rows.norm is not None:
+        side = "before" if contract.norm_output else "behind"
+        other = replace(contract, norm_output=not contract.norm_output)
+        ways[f"chains that go on with its output {side} the norm"] = replace(rows, contract=other)
+    own, (theirs, *_) = (
+        rows.attention.rope,
+        [layer.mixer.rope for layer in target.layers if isinstance(layer.mixer, Attention)],
+    )
+    if theirs.dims == own.dims and not mx.allclose(theirs.frequencies, own.frequencies):
+        ways["its target's rotation"] = replace(rows, attention=replace(rows.attention, rope=theirs))
+    return ways
+
+
+def other_heads(rows: EagleRows, head: DraftHead) -> dict[str, DraftHead]:
+    """Return the output head with what the checkpoint holds as offsets read as the tokens themselves."""
+    if not rows.contract.fused or head.ids is None:
+        return {}
+    return {"d2t read as ids of the target": replace(head, ids=head.ids - mx.arange(head.size))}
