@@ -1,6 +1,7 @@
 """A round that is interrupted anywhere, by Ctrl-C say, leaves a generation as it was, to go on to its text."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -9,11 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scripted_drafters import plain, run
+from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_heads import head_tensors, write_layout
 from tiny_models import tiny_target
 
 import mlx_spec
 from mlx_spec import load
+from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.sampling import Sampling
@@ -21,7 +24,7 @@ from mlx_spec.sampling import Sampling
 # All that changes anything; the rest builds graphs.
 FILES = {
     str(Path(mlx_spec.__file__).parent / name)
-    for name in ("engine.py", "statistics.py", "target/pages.py", "drafters/context.py", "drafters/mtp/drafter.py")
+    for name in ("engine.py", "statistics.py", "target/pages.py", "drafters/context.py", "drafters/chain.py")
 }
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 65)]
 
@@ -83,17 +86,32 @@ def seen(generation: Generation) -> tuple[Any, ...]:
     )
 
 
+def windowed_eagle(folder: Path) -> Engine:
+    target, config = (
+        tiny_target("llama"),
+        eagle_config("llama", layer_types=["sliding_attention"], sliding_window=24),
+    )
+    written = write_eagle(folder, config, eagle_tensors(config, dtype=mx.bfloat16))
+    return Engine(target, load_eagle(written, target, "tiny head"))
+
+
 @pytest.mark.parametrize(
-    ("family", "sampling"),
-    [("llama", Sampling()), ("hybrid", Sampling(temp=0.8, seed=5))],
-    ids=["llama", "hybrid"],
+    ("make", "sampling"),
+    [
+        (partial(untrained, "llama"), Sampling()),
+        (lambda folder: trained(), Sampling(temp=0.8, seed=5)),
+        (windowed_eagle, Sampling()),
+    ],
+    ids=["llama", "hybrid", "windowed EAGLE"],
 )
-def test_a_round_may_be_interrupted_at_any_line(family: str, sampling: Sampling, tmp_path: Path) -> None:
+def test_a_round_may_be_interrupted_at_any_line(
+    make: Callable[[Path], Engine], sampling: Sampling, tmp_path: Path
+) -> None:
     """The first round behind a prompt, whose rows begin a page, and the next, whose page a fork shares.
 
     Rounds are not only right afterwards: they accept what they would have accepted.
     """
-    engine = trained() if family == "hybrid" else untrained(family, tmp_path)
+    engine = make(tmp_path)
     request = Request(TOKENS, 30, 3, sampling)
     generation, undisturbed = engine.start(request), run(engine, request)
     for _ in range(2):

@@ -22,7 +22,7 @@ from mlx_spec.errors import PositionError
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 120)]
-NEW = 26
+NEW = 20
 # EAGLE-1 with its target's output head; EAGLE-3 with its own, and with a window that texts outgrow.
 KINDS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "EAGLE-1": (1, ("fc bias",), {}),
@@ -94,7 +94,7 @@ def test_the_cases_cover_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("wrong", [0, 1, 4, 7])
+@pytest.mark.parametrize("wrong", [0, 3, 7])
 def test_drafts_that_fail_at_each_position(kind: str, wrong: int, heads: Heads) -> None:
     """Seven drafts a round of which the first ``wrong`` stand. Behind every round the state holds the true rows
     alone, those of refused drafts and of the head's own features are gone."""

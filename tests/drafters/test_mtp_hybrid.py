@@ -13,7 +13,7 @@ from test_mtp import Steered, assert_like_fresh
 from mlx_spec import load
 from mlx_spec.accept import rule_for
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.mtp.drafter import MTPDrafter
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.policy import FixedDepth
 from mlx_spec.sampling import Sampling
@@ -43,9 +43,9 @@ def tokens(text: str) -> list[int]:
     return list(loaded()[1].encode(text))
 
 
-def head() -> MTPDrafter:
+def head() -> ChainDrafter:
     drafter = loaded()[0].drafter
-    assert isinstance(drafter, MTPDrafter)
+    assert isinstance(drafter, ChainDrafter)
     return drafter
 
 
