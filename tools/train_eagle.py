@@ -53,6 +53,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
     add("--taps", type=int, nargs="+", help="target layers whose output is read (default: 4, evenly spread)")
     add("--draft-vocab", type=int, default=8192, help="tokens of the head's own vocabulary, most frequent first")
+    add("--target-head", action="store_true", help="score with the target's output head, and have none of its own")
     add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
     add("--batch-size", type=int, default=32, help="sequences a step, on each GPU")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
@@ -100,24 +101,28 @@ def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, A
     }
 
 
-def new_head(config: HeadConfig, contract: Contract, draft_vocab: int) -> EagleHead:
-    """Build a head with the modules that are trained."""
+def new_head(config: HeadConfig, contract: Contract, draft_vocab: int | None) -> EagleHead:
+    """Build a head with the modules that are trained, an output head over ``draft_vocab`` tokens among them."""
     head = EagleHead(config, contract, {"fc.weight", "fc_norm.0.weight"})
-    head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+    if draft_vocab is not None:
+        head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
     return head
 
 
 def initial_head(
-    config: HeadConfig, contract: Contract, frozen: Frozen, norm: mx.array, resume: Path | None
+    config: HeadConfig, contract: Contract, frozen: Frozen, norm: mx.array, args: argparse.Namespace
 ) -> EagleHead:
     """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
 
     norm: weight [H] of the target's final norm.
     """
-    head = new_head(config, contract, frozen.head.shape[0])
-    head.lm_head.weight, head.norm.weight = frozen.head.astype(mx.float32), norm.astype(mx.float32)
+    draft_vocab, resume = None if args.target_head else frozen.head.shape[0], args.resume
+    head = new_head(config, contract, draft_vocab)
+    head.norm.weight = norm.astype(mx.float32)
+    if not args.target_head:
+        head.lm_head.weight = frozen.head.astype(mx.float32)
     if resume is not None:
-        name, start = str(resume), new_head(config, contract, frozen.head.shape[0])
+        name, start = str(resume), new_head(config, contract, draft_vocab)
         tensors = head_tensors(read_tensors(resume, name), name)
         load_tensors(start, {n: v for n, v in tensors.items() if n not in ("d2t", "t2d")}, name)
         plain = tree_flatten(dequantize_model(start).parameters())
@@ -136,18 +141,19 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     draft_ids = frequent_tokens(replies, args.draft_vocab, config.vocab_size, list(tokenizer.eos_token_ids))
     frozen = freeze_target(target, draft_ids)
     mx.random.seed(args.seed)
-    head = initial_head(config, contract, frozen, target.model.norm.weight, args.resume)
+    head = initial_head(config, contract, frozen, target.model.norm.weight, args)
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
     optimizer = make_optimizer()
     optimizer.init(head.trainable_parameters())
     packed = packing(head, args)
+    score = head.get("lm_head") or frozen.score
 
     def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
         seen = run_target(target, tokens, contract.taps)
         taps, hidden = mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden)
         outputs = chains(head, contract, config, frozen.embedding, tokens, taps, args.chain)
-        return chain_loss.loss(outputs, head.lm_head, frozen, tokens, lengths, firsts, hidden, args.hard)
+        return chain_loss.loss(outputs, score, frozen, tokens, lengths, firsts, hidden, args.hard)
 
     history = fit(args, make_step(head, loss, optimizer, packed), optimizer, replies)
     head.set_dtype(mx.bfloat16)
@@ -158,7 +164,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
         seen = run_target(target, tokens, contract.taps)
         outputs = chains(head, contract, config, frozen.embedding, tokens, seen.taps, DEPTH)
-        return standing(outputs, head.lm_head, frozen, tokens, lengths)
+        return standing(outputs, score, frozen, tokens, lengths)
 
     stands = standing_drafts(stand, heldout, args.max_length)
     return {
@@ -183,7 +189,7 @@ def save(
 ) -> None:
     """Write the head as the ``speculators`` library names it, packed as trained."""
     folder.mkdir(parents=True, exist_ok=True)
-    shipped = new_head(config, contract, len(draft_ids))
+    shipped = new_head(config, contract, len(draft_ids) if "lm_head" in head else None)
     shipped.update(head.parameters())
     nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
     ids = np.array(draft_ids)

@@ -83,7 +83,9 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         args = parser.parse_args([*common, *sizes, *more])
         return args, train_eagle.train(args)
 
-    _, first = run("--out", str(tmp_path / "a"), "--steps", "1")
+    _, first = run("--out", str(tmp_path / "a"), "--steps", "1", "--target-head")
+    borrowing = load_eagle(tmp_path / "a", Target(model, CONFIGS["llama"], "tiny"), "head")
+    assert borrowing.head.size == 32
     args, result = run("--out", str(tmp_path / "b"), "--steps", "40")
     assert result["step_seconds_loss"][-1][2] < 0.8 * first["step_seconds_loss"][-1][2]
     assert result["accepted_length"][2] > first["accepted_length"][2] + 0.5
