@@ -299,6 +299,10 @@ def test_tensors_that_do_not_fit(
         ({"rms_norm_eps": "small"}, ("config.json",)),
         ({"hidden_size": 32, "target_hidden_size": 64}, ("width 32", "embed_tokens.weight", "width 64")),
         ({"rope_scaling": {"rope_type": "unheard of"}}, ("config.json", "unheard of")),
+        ({"fc_norm": True}, ("missing fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",)),
+        ({"eagle_config": {"norm_before_fc": True}}, ("missing input_norm.weight",)),
+        ({IDS: "1, 2, 3"}, ("must be a list of layer numbers", "1, 2, 3")),
+        ({"eagle_config": {IDS: [1.5, 2]}}, ("must be a list of layer numbers", "1.5")),
     ],
 )
 def test_configurations_that_do_not_fit(changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:

@@ -111,15 +111,28 @@ def resolve_taps(config: dict[str, Any], target_layers: int, name: str) -> tuple
     if not nested.get("use_aux_hidden_state", True):
         return (target_layers,)
     own, counted_from_output = config.get(LAYER_IDS), nested.get(LAYER_IDS)
+    for given in (own, counted_from_output):
+        if given is not None and not (isinstance(given, list) and all(type(i) is int for i in given)):
+            raise DrafterMismatch(f"{name}: {LAYER_IDS} must be a list of layer numbers, not {given!r}.")
     ids = own or counted_from_output or (2, target_layers // 2, target_layers - 3)
     shift = 0 if not own and counted_from_output and max(ids) != target_layers else -1
-    taps = tuple(int(i) + shift for i in ids)
-    if not taps or min(taps) < 0 or max(taps) >= target_layers:
+    taps = tuple(i + shift for i in ids)
+    if min(taps) < 0 or max(taps) >= target_layers:
         raise DrafterMismatch(
             f"{name}: {LAYER_IDS} is {list(ids)}; the target has {target_layers} layers. "
             "Use a head that was trained with this target."
         )
     return taps
+
+
+def declared_parts(config: dict[str, Any]) -> set[str]:
+    """Return the tensors that a head must have by what its config says, beside those that all have."""
+    parts = {
+        "norm_before_fc": "input_norm.weight",
+        "fc_norm": "fc_norm.0.weight",
+        "use_aux_norm": "fc_norm.0.weight",
+    }
+    return {tensor for key, tensor in parts.items() if flag(config, key, False)}
 
 
 def flag(config: dict[str, Any], key: str, missing: Any) -> Any:

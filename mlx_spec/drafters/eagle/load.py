@@ -15,6 +15,7 @@ from mlx_spec.drafters.draft_head import draft_head
 from mlx_spec.drafters.eagle.contract import (
     Contract,
     HeadConfig,
+    declared_parts,
     read_contract,
     read_head_config,
     refuse_other_heads,
@@ -52,7 +53,7 @@ def load_eagle(
     own_ids = None if d2t is None else own_draft_ids(d2t, t2d, target, name)
     if is_targets_embedding(tensors.get("embed_tokens.weight"), target):
         del tensors["embed_tokens.weight"]
-    head = build_head(config, contract, tensors, name)
+    head = build_head(config, contract, tensors, declared_parts(raw), name)
     check_borrowed(head, config, target, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
@@ -78,10 +79,12 @@ def check_target(config: HeadConfig, target: Target, name: str) -> None:
             )
 
 
-def build_head(config: HeadConfig, contract: Contract, tensors: dict[str, mx.array], name: str) -> EagleHead:
-    """Build the modules that a checkpoint has tensors for, its own embedding and output head included."""
+def build_head(
+    config: HeadConfig, contract: Contract, tensors: dict[str, mx.array], declared: set[str], name: str
+) -> EagleHead:
+    """Build the modules that a checkpoint has or declares, its own embedding and output head included."""
     try:
-        head = EagleHead(config, contract, tensors.keys())
+        head = EagleHead(config, contract, tensors.keys() | declared)
     except (KeyError, TypeError, ValueError) as error:
         raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
     if "embed_tokens.weight" in tensors:
