@@ -13,7 +13,7 @@ generate: $(VENV)/installed
 
 test: $(VENV)/test-installed check
 	@sh tests/emulator/install_clang.sh
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 check: $(VENV)/test-installed
 	$(BIN)/ruff format --check .

@@ -5,19 +5,22 @@ import io
 import pkgutil
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from cuda_text import compile_cuda, cuda_text
-from emulator import generated
+from emulator import generated, launcher
 from emulator.generated import Specialisation
 
 import metal_kernels
 from metal_kernels import constants, cuda_dialect, implementations, launch
+from metal_kernels.cases import CASES
 from metal_kernels.implementations import VARIABLE, implementation, using
 from metal_kernels.launch import Kernel, can_launch, launching
+from metal_kernels.self_check import check
 
 # ---- the text
 
@@ -115,28 +118,18 @@ def kernels() -> list[Kernel]:
     return sorted(found, key=lambda kernel: kernel.name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launched() -> dict[Kernel, Specialisation]:
-    """What the tests before this one launched, one of each kernel; ``conftest.py`` puts tests that use it last.
-
-    In bfloat16 where there is a choice: it converts least by itself.
-    """
-    found = sorted(generated.launched(), key=lambda one: ("T", type(mx.bfloat16), mx.bfloat16) in one.template)
-    return {one.kernel: one for one in found if one.kernel in kernels()}
-
-
-def test_every_kernel_was_launched(request: pytest.FixtureRequest, launched: dict[Kernel, Specialisation]) -> None:
-    collected = {item.path for item in request.session.items}
-    if not set(Path(__file__).parent.glob("test_*.py")) <= collected or request.config.option.keyword:
-        pytest.skip("needs a run of all tests of kernels")
-    assert launched.keys() == set(kernels())
+    """What the cases of the self-check launch: they launch every kernel."""
+    with launching(partial(launcher, check=False)):
+        for case in CASES:
+            check(case)
+    return {one.kernel: one for one in generated.launched()}
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
 def test_nvcc_compiles(kernel: Kernel, launched: dict[Kernel, Specialisation], tmp_path: Path) -> None:
-    if kernel not in launched:
-        pytest.skip("needs the tests that launch this kernel in the same run")
     one = launched[kernel]
     template = [(name, value) for name, _, value in one.template]
     dtypes = [dtype for dtype, _, _ in one.inputs]
