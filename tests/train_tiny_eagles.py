@@ -3,8 +3,9 @@
     PYTHONPATH=.:tests python tests/train_tiny_eagles.py
 
 Their drafts are right about half of the time, so a test can see acceptance fall. Some minutes on two CPU cores.
-The target's base of rotation is another than the heads', which name none. Norms begin with weights that differ
-from entry to entry, as those of real models do: else a state before a norm would serve as well as one behind it.
+What else a test is to see: the target's base of rotation is another than the heads', which name none, and a part
+of the texts repeats itself after nine tokens, so that positions matter; hidden states grow layer by layer, and the
+norms begin with weights that differ from entry to entry, as in real models: no state serves as well as another.
 """
 
 import argparse
@@ -33,7 +34,7 @@ FOLDER = Path(__file__).parent / "tiny_eagles"
 TARGET: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 5,
     "intermediate_size": 128,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -56,11 +57,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **HEAD,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": DRAFT_VOCAB,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
     },
 }
 PARTS = {"eagle1": {"fc.weight", "fc.bias"}, "eagle3": {"fc.weight"}}
-LENGTH, BATCH, STEPS, CHAIN = 64, 12, 900, 3
+LENGTH, BATCH, STEPS, CHAIN = 64, 12, 700, 3
+PERIOD, REPEATED, GROWTH = 9, 3, 2.0
 
 
 def corpus() -> np.ndarray:
@@ -68,6 +70,11 @@ def corpus() -> np.ndarray:
     write_tokenizer(FOLDER / "target")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "target" / "tokenizer.json"))
     return np.concatenate([[0, *tokenizer.encode(text, add_special_tokens=False)] for text in texts()])
+
+
+def repeated(ids: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return sequences [count, LENGTH] of random tokens that come again after PERIOD."""
+    return np.tile(rng.choice(ids, (count, PERIOD)), -(-LENGTH // PERIOD))[:, :LENGTH]
 
 
 class Drafting(nn.Module):
@@ -110,6 +117,9 @@ class Trio(nn.Module):
         norms = [m for _, m in self.heads["eagle3"].named_modules() if isinstance(m, nn.RMSNorm)]
         for norm in (self.target.model.norm, *norms):
             norm.weight = mx.exp(0.8 * mx.random.normal(norm.weight.shape))
+        for index, layer in enumerate(self.target.layers):
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight = part.weight * GROWTH**index
 
     def losses(self, tokens: mx.array, ids: mx.array) -> mx.array:
         """Sum of the language model's loss and the heads', over sequences [N, S]."""
@@ -142,8 +152,9 @@ def train(steps: int, data: np.ndarray, ids: mx.array) -> Trio:
 
     started = time.perf_counter()
     for done in range(1, steps + 1):
-        starts = rng.integers(0, len(data) - LENGTH, BATCH)
-        value = step(mx.array(np.stack([data[s : s + LENGTH] for s in starts]).astype(np.int32)))
+        starts = rng.integers(0, len(data) - LENGTH, BATCH - REPEATED)
+        rows = [*(data[s : s + LENGTH] for s in starts), *repeated(np.array(ids), REPEATED, rng)]
+        value = step(mx.array(np.stack(rows).astype(np.int32)))
         mx.eval(state)
         if done % 50 == 0:
             print(f"step {done}: loss {value.item():.3f}, {time.perf_counter() - started:.0f} s", flush=True)

@@ -60,7 +60,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
-    add("--resume", type=Path, help="start from this checkpoint, of the same shape")
+    add("--resume", type=Path, help="start from this checkpoint, of the same shape, with its vocabulary")
     add("--seed", type=int, default=0)
     add_packing_arguments(parser)
     return parser
@@ -131,6 +131,12 @@ def initial_head(
     return head
 
 
+def resumed_ids(folder: Path) -> list[int]:
+    """Return the draft vocabulary of a checkpoint, to which the rows of its output head belong."""
+    offsets = np.array(read_tensors(folder, str(folder))["d2t"])
+    return [int(i) for i in offsets + np.arange(offsets.size)]
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, save, and return what the model card needs."""
     target, tokenizer = load_target(args.model, "bfloat16")
@@ -138,7 +144,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     raw = head_config(args, vars(target.args))
     config = read_head_config(raw, "the new head")
     contract = read_contract(raw, True, target.args.num_hidden_layers, "the new head")
-    draft_ids = frequent_tokens(replies, args.draft_vocab, config.vocab_size, list(tokenizer.eos_token_ids))
+    draft_ids = (
+        resumed_ids(args.resume)
+        if args.resume
+        else frequent_tokens(replies, args.draft_vocab, config.vocab_size, list(tokenizer.eos_token_ids))
+    )
     frozen = freeze_target(target, draft_ids)
     mx.random.seed(args.seed)
     head = initial_head(config, contract, frozen, target.model.norm.weight, args)

@@ -17,7 +17,7 @@ from mlx_spec import load, stream_generate
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.check import measure, shifted
-from mlx_spec.drafters.mtp.head import HeadRows
+from mlx_spec.drafters.mtp.head import MTPRows
 from mlx_spec.drafters.mtp.tensors import shift_norms
 from mlx_spec.drafters.wiring import Measured, better_wiring
 from mlx_spec.engine import Engine
@@ -51,7 +51,7 @@ PROMPTS = (
     "from mlx_spec",
 )
 
-Wiring = Callable[[HeadRows], HeadRows]
+Wiring = Callable[[MTPRows], MTPRows]
 WRONG: dict[str, Wiring] = {
     "the hidden state behind the final norm": lambda r: replace(
         r, contract=replace(r.contract, reads_normed=False)

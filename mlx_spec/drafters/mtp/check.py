@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.mtp.head import HeadRows
+from mlx_spec.drafters.mtp.head import MTPRows
 from mlx_spec.drafters.wiring import Measured, Wiring, measure_wirings, read_text
 from mlx_spec.target import Target
 from mlx_spec.target.layers import Norm
@@ -14,7 +14,7 @@ def measure(target: Target, drafter: ChainDrafter, tokens: Sequence[int]) -> Mea
     """Measure a head as its contract wires it and in every way that differs from that in one point."""
     ids, taps, expected = read_text(target, tokens, (target.num_layers - 1, target.num_layers))
     rows, head = drafter.rows, drafter.head
-    assert isinstance(rows, HeadRows)
+    assert isinstance(rows, MTPRows)
     contract = rows.contract
     swapped = replace(rows, contract=replace(contract, hidden_first=not contract.hidden_first))
     tap, other = (taps[1], taps[0]) if contract.reads_normed else (taps[0], taps[1])
@@ -28,7 +28,7 @@ def measure(target: Target, drafter: ChainDrafter, tokens: Sequence[int]) -> Mea
     return measure_wirings(drafter, Wiring(rows, tap, head), ways, ids, expected, steps=1)
 
 
-def shifted(rows: HeadRows, by: float) -> HeadRows:
+def shifted(rows: MTPRows, by: float) -> MTPRows:
     """Return a head whose norm weights are all larger by ``by``."""
 
     def other(norm: Norm) -> Norm:

@@ -53,7 +53,7 @@ def one_layer(config: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class MTPRows:
     """The forward of a head over rows, as one contract wires it."""
 
     contract: Contract
@@ -67,14 +67,14 @@ class HeadRows:
     norm: Norm
 
     @staticmethod
-    def of(head: MTPHead, contract: Contract, family: Family, name: str) -> "HeadRows":
+    def of(head: MTPHead, contract: Contract, family: Family, name: str) -> "MTPRows":
         """Read a loaded head; its modules become views of joined weights.
 
         Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
         """
         layer = Layer.of(head.layers[0], family, head.args, 0, None, name)
         assert isinstance(layer.mixer, Attention)
-        return HeadRows(
+        return MTPRows(
             contract,
             Norm.of(head.pre_fc_norm_embedding),
             Norm.of(head.pre_fc_norm_hidden),

@@ -14,7 +14,7 @@ from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.checkpoint import load_tensors, pack_head, read_files
 from mlx_spec.drafters.draft_head import draft_head
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
-from mlx_spec.drafters.mtp.head import HeadRows, MTPHead
+from mlx_spec.drafters.mtp.head import MTPHead, MTPRows
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
@@ -61,7 +61,7 @@ def load_mtp(
         dequantize_model(head)
     own_ids = None if d2t is None else checked_ids(d2t, target, name)
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
-    rows = HeadRows.of(head, contract, family, name)
+    rows = MTPRows.of(head, contract, family, name)
     taps = (target.num_layers if contract.reads_normed else target.num_layers - 1,)
     return ChainDrafter("mtp", rows, taps, target, scores, head.get("embed_tokens"))
 
