@@ -10,7 +10,6 @@ from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.eagle.head import EagleRows
 from mlx_spec.drafters.wiring import Measured, Wiring, measure_wirings, read_text
 from mlx_spec.target import Target
-from mlx_spec.target.layers import Attention
 
 # What a chain goes on with only shows in its second draft.
 STEPS = 2
@@ -31,7 +30,7 @@ def measure(target: Target, drafter: ChainDrafter, tokens: Sequence[int]) -> Mea
     seen = tapped(drafter.taps)
     ways = {
         **{name: Wiring(rows, tapped(taps), head) for name, taps in states.items()},
-        **{name: Wiring(other, seen, head) for name, other in other_rows(rows, target).items()},
+        **{name: Wiring(other, seen, head) for name, other in other_rows(rows).items()},
         **{name: Wiring(rows, seen, other) for name, other in other_heads(rows, head).items()},
     }
     return measure_wirings(drafter, Wiring(rows, seen, head), ways, ids, expected, STEPS)
@@ -48,8 +47,8 @@ def other_states(taps: tuple[int, ...], target_layers: int) -> dict[str, tuple[i
     return {name: each for name, each in moved.items() if min(each) >= 0 and max(each) < target_layers}
 
 
-def other_rows(rows: EagleRows, target: Target) -> dict[str, EagleRows]:
-    """Return the head with its norms or its rotation otherwise."""
+def other_rows(rows: EagleRows) -> dict[str, EagleRows]:
+    """Return the head with its norms elsewhere."""
     contract, ways = rows.contract, dict[str, EagleRows]()
     if contract.fused:
         residual = not contract.norm_before_residual
@@ -59,12 +58,6 @@ def other_rows(rows: EagleRows, target: Target) -> dict[str, EagleRows]:
         side = "before" if contract.norm_output else "behind"
         other = replace(contract, norm_output=not contract.norm_output)
         ways[f"chains that go on with its output {side} the norm"] = replace(rows, contract=other)
-    own, (theirs, *_) = (
-        rows.attention.rope,
-        [layer.mixer.rope for layer in target.layers if isinstance(layer.mixer, Attention)],
-    )
-    if theirs.dims == own.dims and not mx.allclose(theirs.frequencies, own.frequencies):
-        ways["its target's rotation"] = replace(rows, attention=replace(rows.attention, rope=theirs))
     return ways
 
 
