@@ -42,10 +42,9 @@ PROMPTS = (
     "    def forward(self",
     "Raises RequestError for",
     "Return the number of",
-    "from mlx_spec",
 )
 
-OPTIONS: dict[str, Any] = {"max_tokens": 50, "num_draft_tokens": 3, "temp": 0.8}
+OPTIONS: dict[str, Any] = {"max_tokens": 32, "num_draft_tokens": 3, "temp": 0.8}
 
 Change = Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]]
 
@@ -129,7 +128,7 @@ def tokens(text: str) -> list[int]:
 def repeating() -> list[list[int]]:
     """Tokens that come again after nine, as the target and the heads know them: here positions matter."""
     ids, rng = np.array(drafter_of("eagle3").head.ids), np.random.default_rng(5)
-    return [np.tile(rng.choice(ids, 9), 14).tolist() for _ in range(3)]
+    return [np.tile(rng.choice(ids, 9), 14).tolist() for _ in range(2)]
 
 
 def prompts() -> list[str | list[int]]:
@@ -177,7 +176,7 @@ def test_the_heads_draft_right_about_half_of_the_time(kind: str) -> None:
 
 @pytest.mark.parametrize("wrong", list(WRONG))
 def test_every_wrong_reading_lowers_acceptance(wrong: str, tmp_path: Path) -> None:
-    """In decoding, whose text stays what it is, and position by position on texts."""
+    """In decoding, whose text stays what it is, and on texts, where the right reading is named."""
     change, name = WRONG[wrong]
     drafter = changed("eagle3", change, tmp_path)
     if wrong == "d2t read as ids":
@@ -191,6 +190,8 @@ def test_every_wrong_reading_lowers_acceptance(wrong: str, tmp_path: Path) -> No
     if name is not None:
         gain = sum(int(each.others[name].sum()) - int(each.declared.sum()) for each in found)
         assert gain > 0.03 * len(share)
+        named = [better_wiring(each, "the head") or "" for each in found]
+        assert any(sentence.startswith("the head: ") and name in sentence for sentence in named)
 
 
 def test_the_hidden_state_before_the_final_norm_is_worse_for_eagle_1() -> None:
@@ -213,15 +214,7 @@ def test_an_embedding_of_another_token_is_worse(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_the_right_reading_is_left_alone(kind: str) -> None:
-    assert [better_wiring(each, "head") for each in measured(kind, drafter_of(kind))] == [None] * 6
-
-
-@pytest.mark.parametrize("wrong", [name for name, (_, right) in WRONG.items() if right is not None])
-def test_a_wrong_reading_is_named(wrong: str, tmp_path: Path) -> None:
-    change, name = WRONG[wrong]
-    found = [better_wiring(each, "the head") for each in measured("eagle3", changed("eagle3", change, tmp_path))]
-    named = [sentence for sentence in found if sentence is not None]
-    assert any(sentence.startswith("the head: ") and str(name) in sentence for sentence in named)
+    assert [better_wiring(each, "head") for each in measured(kind, drafter_of(kind))] == [None] * 5
 
 
 def test_load_warns_of_a_wrong_reading_and_is_silent_about_the_right_one(tmp_path: Path) -> None:
