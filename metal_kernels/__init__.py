@@ -19,6 +19,7 @@ from metal_kernels.linear_rows import MAX_ROWS as MAX_ROWS
 from metal_kernels.linear_rows import Linear as Linear
 from metal_kernels.linear_rows import linear_rows as linear_rows
 from metal_kernels.linear_rows import module_rows as module_rows
+from metal_kernels.logprob_rows import logprob_rows as logprob_rows
 from metal_kernels.moe_rows import Experts as Experts
 from metal_kernels.moe_rows import moe_rows as moe_rows
 from metal_kernels.norm_rope import context_kv as context_kv

@@ -17,9 +17,10 @@ from mlx.utils import tree_flatten
 
 import metal_kernels
 import mlx_spec.target
+from metal_kernels import MAX_ROWS
 from metal_kernels.implementations import implementation
 from mlx_spec.cache_folder import cache_folder
-from mlx_spec.drafters.base import Committed, Drafter
+from mlx_spec.drafters.base import Ask, Committed, Drafter
 from mlx_spec.policy import Costs
 from mlx_spec.target import Target
 
@@ -39,7 +40,10 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs
 
 
 def measure(target: Target, drafter: Drafter) -> Costs:
-    """Time passes of several sizes behind a short context; each twice, so that compilation is left out."""
+    """Time passes of several sizes behind a short context; each twice, so that compilation is left out.
+
+    A pass over several sequences may have 16 rows, whatever the drafter's block.
+    """
     most = drafter.max_draft
     sequence, state = target.open(), drafter.open()
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
@@ -53,15 +57,17 @@ def measure(target: Target, drafter: Drafter) -> Costs:
         return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int) -> list[mx.array]:
-        return [drafter.propose(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)).tokens]
+        ask = Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
+        return [proposal.tokens for proposal in drafter.propose([ask])]
 
     try:
         return Costs(
-            {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1})},
+            {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS})},
             {n: time_ms(draft, n) for n in sorted({1, most})},
         )
     finally:
         sequence.free()
+        state.free()
 
 
 def as_json(curve: Mapping[int, float]) -> dict[str, float]:

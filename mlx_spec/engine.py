@@ -2,79 +2,33 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, overload
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels import MAX_ROWS
 from metal_kernels.implementations import Implementation, implementation, using
-from mlx_spec.accept import AcceptRule, rule_for
-from mlx_spec.drafters.base import Committed, Drafter, Proposal
-from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
+from mlx_spec.accept import rule_for
+from mlx_spec.drafters.base import Committed, Drafter
+from mlx_spec.errors import ContextFull, RequestError
+from mlx_spec.lane import Lane, only, unpack, up_to_difference, wait
+from mlx_spec.logprobs import MOST_TOP
 from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
-from mlx_spec.sampling import Sampling
+from mlx_spec.request import Generation, Request, Round
+from mlx_spec.row_shares import share_rows
 from mlx_spec.statistics import NOT_CHECKED, Exactness, Statistics
-from mlx_spec.target import Pass, Target
+from mlx_spec.target import Pass, Target, rooms
 from mlx_spec.target import Sequence as CachedSequence
 
 # Every so many rounds the device is awaited between draft and verify, to know what each of them takes.
 TIMED_EVERY = 8
+# Generations of which the drafter remembers something at a time; those not used for longest start anew.
+MOST_DRAFTER_STATES = 64
 
-NOTHING = Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate, as plain data.
-
-    prompt: token ids, at least one. max_tokens: -1 for no limit but the context. num_draft_tokens: None lets
-    measured costs decide, "adaptive" the rounds before, 0 is plain decoding. eos_token_ids end the text.
-    is_end: called with each new token in order; true ends the text with that token (stop strings, say).
-    on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 256
-    num_draft_tokens: int | Literal["adaptive"] | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    eos_token_ids: frozenset[int] = frozenset()
-    prefill_step_size: int = 512
-    is_end: Callable[[int], bool] = lambda token: False
-    on_progress: Callable[[int, int], None] = lambda done, total: None
-    on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None
-
-
-@dataclass
-class Generation:
-    """A request in progress.
-
-    tokens: prompt and text so far; the last one is the anchor, which the target has not cached yet.
-    finish_reason: None while running, then "stop" or "length".
-    """
-
-    request: Request
-    sequence: CachedSequence
-    drafting: Any
-    rule: AcceptRule
-    policy: DepthPolicy
-    tokens: list[int]
-    statistics: Statistics = field(default_factory=Statistics)
-    finish_reason: str | None = None
-
-    @property
-    def room(self) -> int:
-        """How many more tokens the request allows; the context is checked by the engine."""
-        limit = self.request.max_tokens
-        return (1 << 30) if limit < 0 else limit - (len(self.tokens) - len(self.request.prompt))
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one round emitted: tokens, and how many of them were drafted."""
-
-    tokens: list[int]
-    from_draft: int
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -88,18 +42,26 @@ class Engine:
         *,
         exactness: Exactness = NOT_CHECKED,
         kernels: Implementation | None = None,
+        max_drafter_states: int = MOST_DRAFTER_STATES,
     ) -> None:
         """Bind what a generation needs.
 
         costs: this machine's, for the automatic depth; without them it is the drafter's largest. exactness: what
         statistics say of it. kernels: the implementation of all operations, whatever is chosen around a call; by
-        default the one that is chosen when the engine is made.
+        default the one that is chosen when the engine is made. max_drafter_states: of how many generations the
+        drafter remembers something. Raises RequestError for fewer than the 16 that one round may have.
         """
+        if max_drafter_states < MAX_ROWS:
+            raise RequestError(f"max_drafter_states must be at least {MAX_ROWS}, not {max_drafter_states}.")
         self.target = target
         self.drafter = drafter
         self.costs = costs
         self.exactness = exactness
         self.kernels = kernels or implementation()
+        self.max_drafter_states = max_drafter_states
+        # The least recently used first.
+        self._remembered: dict[Generation, None] = {}
+        self._turns = 0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -115,19 +77,67 @@ class Engine:
         with using(self.kernels):
             return self._prefilled(request)
 
-    def step(self, generation: Generation) -> Round:
-        """Run one round. Raises NonFiniteError or ContextFull; whatever is raised, the generation is as before."""
-        count, statistics = len(generation.tokens), generation.statistics.copy()
-        try:
-            with using(self.kernels):
-                return self._round(generation)
-        except BaseException:
-            self._take_back(generation, count, statistics)
-            raise
+    @overload
+    def step(self, generations: Generation) -> Round: ...
+
+    @overload
+    def step(self, generations: Sequence[Generation]) -> list[Round]: ...
+
+    def step(self, generations: Generation | Sequence[Generation]) -> Round | list[Round]:
+        """Run one round: of a generation, or of several in one pass, and return what each of them got.
+
+        Up to 16 sequences take part; of more, those whose turn it is. The others, and those that are finished, get
+        an empty round. What goes wrong with a generation, such as ContextFull or NonFiniteError, is raised for a
+        single one, and is ``Round.error`` among several; that generation is as before, and the others go on. What
+        is raised otherwise, an interruption say, leaves all of them as they were.
+        Raises RequestError for a generation that was closed, or that is named twice.
+        """
+        if isinstance(generations, Generation):
+            return self._round([generations], only)
+        return self._round(generations, list)
+
+    def answer_step(self, generation: Generation) -> Round:
+        """Run one round for a short exact answer: tokens that the full logits confirm, with log-probabilities.
+
+        For greedy requests. The token of each row is compared with the largest of its full logits; at the first
+        that differs the full logits' token stands, and the round ends with it. Tokens and log-probabilities are
+        those of plain decoding, bit for bit. Raises as ``step`` does, and RequestError for a request that draws.
+        """
+        if temp := generation.request.sampling.temp:
+            raise RequestError(f"answer_step takes the likeliest tokens; this request draws, with temp {temp}.")
+        return self._round([generation], only, answering=True)
+
+    def fork(self, generation: Generation, *, seed: int | None = None, **changes: Any) -> Generation:
+        """Return a generation that goes on from here on its own; both share what is cached so far.
+
+        seed: of the fork's own draws. changes: of other fields of its request, such as ``is_end`` or
+        ``max_tokens``, which counts from the start. The fork of a finished generation goes on behind its end.
+        Raises RequestError for settings without a meaning and for a generation that was closed.
+        """
+        if generation.is_closed:
+            raise RequestError("A generation that was closed cannot be forked.")
+        request = replace(generation.request, **changes)
+        if seed is not None:
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
+        self._check(request)
+        changed = "num_draft_tokens" in changes
+        fork = Generation(
+            request,
+            generation.sequence.fork(),
+            None if generation.drafting is None else generation.drafting.fork(),
+            rule_for(request.sampling, self.target.vocab_size),
+            self._policy(request.num_draft_tokens) if changed else deepcopy(generation.policy),
+            list(generation.tokens),
+            generation.statistics.copy(),
+            last_turn=generation.last_turn,
+        )
+        self._remember(fork)
+        return fork
 
     def close(self, generation: Generation) -> None:
-        """Give the pages of a generation back. It cannot be continued afterwards."""
+        """Give the pages of a generation back, finished or not. It cannot be continued afterwards."""
         generation.sequence.free()
+        self._forget(generation)
         generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
 
     def _prefilled(self, request: Request) -> Generation:
@@ -139,7 +149,9 @@ class Engine:
             self._policy(request.num_draft_tokens),
             list(request.prompt),
             Statistics(exactness=self.exactness),
+            last_turn=self._turns,
         )
+        self._remember(generation)
         started = time.perf_counter()
         try:
             self.target.prefill(
@@ -157,38 +169,106 @@ class Engine:
         generation.statistics.prompt_seconds = time.perf_counter() - started
         return generation
 
-    def _round(self, generation: Generation) -> Round:
+    def _round(
+        self, generations: Sequence[Generation], result: Callable[[list[Round]], Result], answering: bool = False
+    ) -> Result:
+        """Run a round and return what ``result`` makes of it; whatever is raised leaves no generation changed."""
+        if len(set(generations)) < len(generations):
+            raise RequestError("A generation is named twice: it can have one part in a round only.")
+        if any(generation.is_closed for generation in generations):
+            raise RequestError("A generation was closed and cannot go on; fork it before, or start another.")
         started = time.perf_counter()
-        statistics, request, history = generation.statistics, generation.request, generation.tokens
-        generation.sequence.require(1)
-        proposal = self._propose(generation, self._depth(generation))
-        depth = proposal.tokens.size
-        timed = depth > 0 and statistics.rounds % TIMED_EVERY == 0
+        lanes = [Lane.of(generation) for generation in self._next(generations)]
+        try:
+            with using(self.kernels):
+                self._draft(lanes)
+                running = [lane for lane in lanes if lane.error is None]
+                if running:
+                    self._verify(running, started, answering)
+            rounds = {lane.generation: replace(lane.done, error=lane.error) for lane in lanes}
+            return result([rounds.get(generation) or Round([], 0) for generation in generations])
+        except BaseException:
+            for lane in lanes:
+                self._take_back(lane)
+            raise
 
-        draft_seconds = wait(proposal.tokens) if timed else 0.0
-        mx.async_eval(proposal.tokens)
-        rows = mx.concatenate([mx.array(history[-1:], dtype=mx.int32), proposal.tokens])
-        verified = self.target.forward([(generation.sequence, rows)], self.taps)
-        logits = self.target.logits(verified.hidden)
-        scores = request.sampling.scores(logits, history, proposal.tokens)
-        flags = [*proposal.finite.values(), mx.all(mx.isfinite(logits))]
-        outcome = generation.rule.accept(proposal, scores, len(history) - 1, flags)
-        verify_seconds = wait(outcome, *verified.arrays)  # the round's one host synchronisation
+    def _draft(self, lanes: list[Lane]) -> None:
+        """Give each lane its proposal, or the reason why it cannot run."""
+        places = rooms([lane.generation.sequence for lane in lanes], MAX_ROWS)
+        for lane, places_left in zip(lanes, places, strict=True):
+            with lane.keeping_errors():
+                if not places_left:
+                    raise out_of_pages(lane.generation.sequence)
+        running = [(lane, room) for lane, room in zip(lanes, places, strict=True) if room]
+        depths = self._depths([lane.generation for lane, _ in running], [room for _, room in running])
+        drafting = [(lane, depth) for (lane, _), depth in zip(running, depths, strict=True) if depth]
+        if self.drafter is not None and drafting:
+            proposals = self.drafter.propose([lane.ask(depth) for lane, depth in drafting])
+            for (lane, _), proposal in zip(drafting, proposals, strict=True):
+                lane.proposal = proposal
 
-        drafts, count, following = unpack(outcome, proposal, len(history) - 1)
-        if request.on_verified is not None:
-            request.on_verified(generation.sequence, rows, logits)
-        emitted, finish_reason = self._cut([*drafts[:count], following], generation)
-        self._commit(generation, verified.rows(0, len(emitted)), rows[: len(emitted)])
+    def _verify(self, lanes: list[Lane], started: float, answering: bool) -> None:
+        """Run the pass over the rows of all lanes, and let each take what stands."""
+        drafts = [lane.proposal.tokens for lane in lanes if lane.depth]
+        timed = bool(drafts) and lanes[0].generation.statistics.rounds % TIMED_EVERY == 0
+        draft_seconds = wait(*drafts) if timed else 0.0
+        mx.async_eval(*drafts)
+        rows = [lane.rows for lane in lanes]
+        verified = self.target.forward(
+            [(lane.generation.sequence, tokens) for lane, tokens in zip(lanes, rows, strict=True)], self.taps
+        )
+        logits = verified.split(self.target.logits(verified.hidden))
+        for lane, scored in zip(lanes, logits, strict=True):
+            with lane.keeping_errors():
+                lane.judge(scored, answering)
+        results = [array for lane in lanes for array in lane.arrays]
+        verify_seconds = wait(*results, *verified.arrays)  # the round's one host synchronisation
+
+        for index, lane in enumerate(lanes):
+            if lane.error is None:
+                with lane.keeping_errors():
+                    self._take(lane, verified, index, rows[index], logits[index])
+                if lane.error is not None:
+                    self._take_back(lane)
+        seconds = time.perf_counter() - started
+        for lane in lanes:
+            if lane.error is None:
+                lane.generation.statistics.seconds += seconds
+        if timed and lanes[0].error is None:
+            statistics = lanes[0].generation.statistics
+            statistics.count_timed(draft_seconds, verify_seconds, seconds - draft_seconds - verify_seconds)
+
+    def _take(self, lane: Lane, verified: Pass, index: int, rows: mx.array, logits: mx.array) -> None:
+        """Commit what stands of a lane's rows, and emit it."""
+        generation, history = lane.generation, lane.generation.tokens
+        assert lane.outcome is not None
+        drafts, count, following = unpack(lane.outcome, lane.proposal, len(history) - 1)
+        if generation.request.on_verified is not None:
+            generation.request.on_verified(generation.sequence, rows, logits)
+        said = [*drafts[:count], following]
+        if lane.answers is not None:
+            said = up_to_difference(said, [int(token) for token in np.array(lane.answers)])
+            count = len(said) - 1
+        emitted, finish_reason = self._cut(said, generation)
+        could_draft = generation.drafting is not None
+        self._commit(generation, verified.rows(index, len(emitted)), rows[: len(emitted)])
         history.extend(emitted)
         generation.finish_reason = finish_reason
-        generation.policy.update(depth, count)
-        statistics.count_round(depth, count, len(emitted))
-        seconds = time.perf_counter() - started
-        statistics.seconds += seconds
-        if timed:
-            statistics.count_timed(draft_seconds, verify_seconds, seconds - draft_seconds - verify_seconds)
-        return Round(emitted, min(count, len(emitted)))
+        if could_draft or self.drafter is None:
+            generation.policy.update(lane.depth, count)
+        generation.statistics.count_round(lane.depth, count, len(emitted))
+        logprobs = lane.logprobs.read(len(emitted)) if lane.logprobs else []
+        lane.done = Round(emitted, min(count, len(emitted)), logprobs)
+
+    def _next(self, generations: Sequence[Generation]) -> list[Generation]:
+        """Return those whose turn it is: of more than there are rows, those that waited longest."""
+        running = [generation for generation in generations if generation.finish_reason is None]
+        if len(running) > MAX_ROWS:
+            running = sorted(running, key=lambda generation: generation.last_turn)[:MAX_ROWS]
+        for generation in running:
+            self._turns += 1
+            generation.last_turn = self._turns
+        return running
 
     def _check(self, request: Request) -> None:
         vocab = self.target.vocab_size
@@ -203,6 +283,10 @@ class Engine:
             raise ContextFull(
                 f"The prompt has {len(request.prompt)} tokens, {self.target.name} has {self.target.context} "
                 "positions. Shorten the prompt."
+            )
+        if not 0 <= request.top_logprobs <= min(MOST_TOP, vocab):
+            raise RequestError(
+                f"top_logprobs must lie between 0 and {min(MOST_TOP, vocab)}, not {request.top_logprobs}."
             )
         request.sampling.check_vocabulary(vocab)
 
@@ -219,16 +303,19 @@ class Engine:
             return CostAware(self.costs, most)
         return FixedDepth(most if count is None else count)
 
-    def _depth(self, generation: Generation) -> int:
-        # A round of depth k emits up to k + 1 tokens and caches up to k + 1 positions.
-        sequence = generation.sequence
-        places = min(self.target.context - sequence.length, sequence.room)
-        return max(0, min(generation.policy.depth(), generation.room - 1, places - 1))
+    def _depths(self, generations: Sequence[Generation], places: Sequence[int]) -> list[int]:
+        most = [self._most(generation, room) for generation, room in zip(generations, places, strict=True)]
+        if len(generations) <= 1:
+            return [min(generation.policy.depth(), most[0]) for generation in generations]
+        return share_rows([generation.policy.offer() for generation in generations], most, MAX_ROWS, self.costs)
 
-    def _propose(self, generation: Generation, depth: int) -> Proposal:
-        if self.drafter is None or not depth:
-            return NOTHING
-        return self.drafter.propose(generation.drafting, generation.tokens[-1], depth, generation.rule.choose)
+    def _most(self, generation: Generation, places: int) -> int:
+        """Return how deep may be drafted where ``places`` more positions fit into the pool."""
+        if generation.drafting is None:
+            return 0
+        # A round of depth k emits up to k + 1 tokens and caches up to k + 1 positions.
+        places = min(self.target.context - generation.sequence.length, places)
+        return max(0, min(generation.room - 1, places - 1))
 
     def _cut(self, tokens: list[int], generation: Generation) -> tuple[list[int], str | None]:
         """Return the tokens of a round up to where plain decoding would end, and why it ends there."""
@@ -244,38 +331,47 @@ class Engine:
         self.target.commit(generation.sequence, accepted)
         self._extend(generation, accepted, tokens)
 
-    def _take_back(self, generation: Generation, count: int, statistics: Statistics) -> None:
-        """Forget what a round that broke off left behind the first ``count`` tokens."""
-        del generation.tokens[count:]
-        generation.finish_reason, generation.statistics = None, statistics
-        generation.sequence.rewind(count - 1)
-        if self.drafter is not None:
-            self.drafter.rewind(generation.drafting, count - 1)
+    def _take_back(self, lane: Lane) -> None:
+        """Forget what a round that broke off left behind of a generation."""
+        generation = lane.generation
+        del generation.tokens[lane.count :]
+        generation.finish_reason, generation.statistics = None, lane.statistics
+        generation.sequence.rewind(lane.count - 1)
+        if self.drafter is not None and generation.drafting is not None:
+            self.drafter.rewind(generation.drafting, lane.count - 1)
 
     def _extend(self, generation: Generation, rows: Pass, tokens: mx.array) -> None:
+        """Show the drafter committed rows; where it remembers nothing, it begins with them."""
         if self.drafter is not None:
             position = generation.sequence.length - tokens.size
+            if generation.drafting is None:
+                generation.drafting = self.drafter.open(position)
+            self._remember(generation)
             self.drafter.extend(generation.drafting, Committed(position, tokens, rows.taps))
 
+    def _remember(self, generation: Generation) -> None:
+        """Keep what the drafter knows of a generation, and drop what was not used for longest."""
+        if generation.drafting is not None:
+            self._remembered.pop(generation, None)
+            self._remembered[generation] = None
+        if len(self._remembered) > self.max_drafter_states:
+            self._forget(next(iter(self._remembered)))
 
-def wait(*arrays: mx.array) -> float:
-    """Wait until arrays are computed and return the seconds that took."""
-    started = time.perf_counter()
-    mx.eval(*arrays)
-    return time.perf_counter() - started
+    def _forget(self, generation: Generation) -> None:
+        """Let the drafter forget a generation; should it go on, it begins anew there."""
+        self._remembered.pop(generation, None)
+        if generation.drafting is not None:
+            generation.drafting.free()
+            generation.drafting = None
 
 
-def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[int], int, int]:
-    """Read back a round: drafts, how many stand, the token behind them.
-
-    Raises NonFiniteError naming the first stage that produced NaN or infinity.
-    """
-    values = [int(v) for v in np.array(outcome)]
-    k = proposal.tokens.size
-    for stage, finite in zip([*proposal.finite, "target logits"], values[k + 2 :], strict=True):
-        if not finite:
-            raise NonFiniteError(
-                f"The {stage} at position {position} holds NaN or infinity, so no token can be taken from it. "
-                "Load the model in bfloat16 or float32, and check its weights."
-            )
-    return values[:k], values[k], values[k + 1]
+def out_of_pages(sequence: CachedSequence) -> ContextFull:
+    """Return the error of a sequence that has no page for one more position."""
+    try:
+        sequence.require(1)
+    except ContextFull as error:
+        return error
+    return ContextFull(
+        f"Other sequences of this round take the last of {sequence.pool.max_pages} KV pages; "
+        "close a sequence or load the model with a larger max_kv_size."
+    )

@@ -1,8 +1,8 @@
 """Generating text: prompts in, text segments out. What ``mlx_lm.generate`` offers, with a drafter."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +10,7 @@ from mlx_lm.generate import wired_limit
 
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
+from mlx_spec.request import Round
 from mlx_spec.sampling import Sampling
 from mlx_spec.statistics import Statistics
 from mlx_spec.target import Sequence as CachedSequence
@@ -23,10 +24,14 @@ class GenerationResponse:
     text: the text that became certain with it, possibly empty. from_draft: whether the drafter proposed it.
     peak_memory: GB. finish_reason: None but for the last token, "stop" or "length". statistics: of the generation
     so far, the same object in every response; ``statistics.exact`` says whether rows were those of plain decoding.
+    Where log-probabilities are asked for, logprobs: [V] float32, of every token, computed when it is read;
+    logprob: of the token; top_logprobs: (token, log-probability) of the likeliest.
+    index: which of ``n`` texts it belongs to.
     """
 
     text: str
     token: int
+    logprobs: mx.array | None
     from_draft: bool
     prompt_tokens: int
     prompt_tps: float
@@ -35,6 +40,9 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None
     statistics: Statistics
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    index: int = 0
 
 
 def stream_generate(
@@ -43,8 +51,11 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     *,
     max_tokens: int = 256,
+    n: int = 1,
     num_draft_tokens: int | Literal["adaptive"] | None = None,
     stop: str | Sequence[str] = (),
+    logprobs: bool = False,
+    top_logprobs: int = 0,
     prefill_step_size: int = 512,
     prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None,
@@ -53,13 +64,18 @@ def stream_generate(
     """Generate from a prompt, token by token.
 
     engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
-    max_tokens: -1 for no limit. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
+    max_tokens: -1 for no limit. n: texts to generate together; text i draws with seed + i, and is the one that
+    this seed gives alone. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
     whose drafts all stood and down after rounds in which none did, 0 is plain decoding. stop: text that ends the
-    generation and is not returned. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
-    seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
+    generation and is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the
+    likeliest tokens, up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp,
+    top_p, min_p, top_k, seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
     Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """
-    stream = TextStream(tokenizer, [stop] if isinstance(stop, str) else stop)
+    if n < 1:
+        raise RequestError(f"n must be at least 1, not {n}.")
+    stops = [stop] if isinstance(stop, str) else stop
+    streams = [TextStream(tokenizer, stops) for _ in range(n)]
     request = Request(
         prompt=encode(tokenizer, prompt),
         max_tokens=max_tokens,
@@ -67,30 +83,44 @@ def stream_generate(
         sampling=make_sampling(sampling),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         prefill_step_size=prefill_step_size,
-        is_end=stream.add,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        is_end=streams[0].add,
         on_progress=prompt_progress_callback,
         on_verified=on_verified,
     )
     with wired_limit(engine.target.model):
-        generation = engine.start(request)
+        generations = [engine.start(request)]
         try:
-            while generation.finish_reason is None:
-                yield from _responses(engine, generation, stream)
+            for index in range(1, n):
+                seed = request.sampling.seed + index
+                generations.append(engine.fork(generations[0], seed=seed, is_end=streams[index].add))
+            while any(generation.finish_reason is None for generation in generations):
+                rounds = engine.step(generations)
+                for index, (done, generation) in enumerate(zip(rounds, generations, strict=True)):
+                    yield from _responses(done, generation, streams[index], index)
+                for done in rounds:
+                    if done.error is not None:
+                        raise done.error
         finally:
-            engine.close(generation)
+            for generation in generations:
+                engine.close(generation)
 
 
-def _responses(engine: Engine, generation: Generation, stream: TextStream) -> Iterator[GenerationResponse]:
-    before = generation.statistics.tokens
-    done = engine.step(generation)
+def _responses(
+    done: Round, generation: Generation, stream: TextStream, index: int
+) -> Iterator[GenerationResponse]:
     statistics, finished = generation.statistics, generation.finish_reason
-    if finished is not None:
+    before = statistics.tokens - len(done.tokens)
+    if done.tokens and finished is not None:
         stream.finish(stop_token=done.tokens[-1] in generation.request.eos_token_ids)
     for i, token in enumerate(done.tokens):
         is_last = i + 1 == len(done.tokens)
+        logprobs = done.logprobs[i] if done.logprobs else None
         yield GenerationResponse(
             text=stream.segments[before + i],
             token=token,
+            logprobs=logprobs.all if logprobs else None,
             from_draft=i < done.from_draft,
             prompt_tokens=statistics.prompt_tokens,
             prompt_tps=statistics.prompt_tps,
@@ -99,25 +129,61 @@ def _responses(engine: Engine, generation: Generation, stream: TextStream) -> It
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finished if is_last else None,
             statistics=statistics,
+            logprob=logprobs.logprob if logprobs else None,
+            top_logprobs=logprobs.top if logprobs else [],
+            index=index,
         )
 
 
+@overload
 def generate(
-    engine: Engine, tokenizer: Any, prompt: str | Sequence[int] | mx.array, verbose: bool = False, **options: Any
-) -> str:
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: None = None,
+    **options: Any,
+) -> str: ...
+
+
+@overload
+def generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: int,
+    **options: Any,
+) -> list[str]: ...
+
+
+def generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: int | None = None,
+    **options: Any,
+) -> str | list[str]:
     """Generate a whole text and return it; ``verbose`` prints it as it comes, and a summary.
 
+    n: generate so many texts together, and return a list of them; ``verbose`` prints them when all are complete.
     options: see stream_generate.
     """
-    parts = []
+    texts = [""] * (n or 1)
     response = None
-    for response in stream_generate(engine, tokenizer, prompt, **options):
-        parts.append(response.text)
-        if verbose:
+    for response in stream_generate(engine, tokenizer, prompt, n=1 if n is None else n, **options):
+        texts[response.index] += response.text
+        if verbose and n is None:
             print(response.text, end="", flush=True)
     if verbose and response is not None:
+        if n is not None:
+            print(f"\n{'-' * 10}\n".join(texts), end="")
         print(f"\n{'=' * 10}\n{response.statistics}\nPeak memory: {response.peak_memory:.3f} GB")
-    return "".join(parts)
+    return texts[0] if n is None else texts
 
 
 def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:

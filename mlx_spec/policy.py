@@ -1,7 +1,9 @@
 """How many tokens to draft next: the depth with the least expected time per emitted token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 # A round's evidence fades by this factor, so acceptance follows the text.
@@ -9,15 +11,32 @@ DECAY = 0.94
 # Rounds between two looks at drafting while parked; doubles while parking stays right.
 FIRST_WAIT, LONGEST_WAIT = 16, 256
 PROBE_ROUNDS = 2
+# What a draft's chance to stand is taken for where nothing is known.
+PRIOR = 0.75
 # Drafting must promise this much less time a token than plain decoding, or it stays parked.
 MARGIN = 0.98
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Drafts that a sequence has for a pass with others. chances[i]: that the first i + 1 of them all stand.
+
+    optional: they take rows only as far as that pays.
+    """
+
+    chances: tuple[float, ...]
+    optional: bool = False
 
 
 class DepthPolicy(Protocol):
     """Chooses the depth of each round; 0 is plain decoding. It can change the speed, never the text."""
 
     def depth(self) -> int:
-        """Return how many tokens to draft in the next round."""
+        """Return how many tokens to draft in the next round, which the sequence has to itself."""
+        ...
+
+    def offer(self) -> Offer:
+        """Return what may be drafted in the next round, whose rows are shared with other sequences."""
         ...
 
     def update(self, drafted: int, accepted: int) -> None:
@@ -30,6 +49,11 @@ class DepthPolicy(Protocol):
         ...
 
 
+def likely(count: int) -> tuple[float, ...]:
+    """Return the chances of drafts of which nothing is known."""
+    return tuple(PRIOR ** (i + 1) for i in range(count))
+
+
 @dataclass(frozen=True)
 class FixedDepth:
     """Always the same depth."""
@@ -39,6 +63,10 @@ class FixedDepth:
     def depth(self) -> int:
         """Return the fixed depth."""
         return self.count
+
+    def offer(self) -> Offer:
+        """Ask for the fixed depth."""
+        return Offer(likely(self.count))
 
     def update(self, drafted: int, accepted: int) -> None:
         """Learn nothing."""
@@ -65,6 +93,10 @@ class Adaptive:
     def depth(self) -> int:
         """Return the depth of the next round."""
         return self.count
+
+    def offer(self) -> Offer:
+        """Ask for the depth of the next round."""
+        return Offer(likely(self.count))
 
     def update(self, drafted: int, accepted: int) -> None:
         """Grow or shrink, between one and the most; a round cut short by its end says nothing."""
@@ -118,7 +150,7 @@ class CostAware:
 
     costs: Costs
     max_depth: int
-    prior: float = 0.75
+    prior: float = PRIOR
     reach: list[list[float]] = field(default_factory=list)
     _wait: int = FIRST_WAIT
     _parked_for: int = 0
@@ -133,19 +165,20 @@ class CostAware:
         if best and self.ms_per_token(best) < MARGIN * self.ms_per_token(0):
             self._wait, self._parked_for = FIRST_WAIT, 0
             return best
-        if self._probing:
-            return self._best_draft()
-        if self._parked_for >= self._wait:
-            self._wait, self._parked_for = min(2 * self._wait, LONGEST_WAIT), 0
-            self._probing = PROBE_ROUNDS
-            return self._best_draft()
-        return 0
+        return self._best_draft() if self._looks_again() else 0
+
+    def offer(self) -> Offer:
+        """Offer every depth, or ask for a probe of drafting when there were no rows for it for long."""
+        chances = tuple(self._standing(self.max_depth))
+        return Offer(chances[: self._best_draft()]) if self._looks_again() else Offer(chances, optional=True)
 
     def update(self, drafted: int, accepted: int) -> None:
         """Learn how far the drafts of a round stood."""
         if not drafted:
             self._parked_for += 1
             return
+        if not self._probing:
+            self._wait, self._parked_for = FIRST_WAIT, 0
         self._probing = max(0, self._probing - 1)
         for i in range(min(accepted + 1, drafted)):
             tries, successes = self.reach[i]
@@ -153,10 +186,7 @@ class CostAware:
 
     def ms_per_token(self, depth: int) -> float:
         """Return the expected milliseconds per emitted token at a depth."""
-        tokens, standing = 1.0, 1.0
-        for tries, successes in self.reach[:depth]:
-            standing *= successes / tries
-            tokens += standing
+        tokens = 1.0 + sum(self._standing(depth))
         return (self.costs.draft_ms(depth) + self.costs.verify_ms(depth + 1)) / tokens
 
     @property
@@ -169,6 +199,15 @@ class CostAware:
             f"{'parked' if parked else f'about {best}'}: drafting {best} is expected to cost {drafting:.1f} ms "
             f"a token, plain decoding {plain:.1f}"
         )
+
+    def _standing(self, depth: int) -> Iterator[float]:
+        return accumulate((successes / tries for tries, successes in self.reach[:depth]), mul)
+
+    def _looks_again(self) -> bool:
+        if not self._probing and self._parked_for >= self._wait:
+            self._wait, self._parked_for = min(2 * self._wait, LONGEST_WAIT), 0
+            self._probing = PROBE_ROUNDS
+        return self._probing > 0
 
     def _best_draft(self) -> int:
         return min(range(1, self.max_depth + 1), key=self.ms_per_token)

@@ -87,16 +87,26 @@ class Sampling:
             raise RequestError(f"logit_bias names tokens {wrong[:4]}; the vocabulary has {vocab_size}.")
 
     def scores(self, logits: mx.array, history: Sequence[int], drafts: mx.array) -> mx.array:
-        """Turn the logits of a round's rows into scores whose softmax is the distribution to draw from.
+        """Return what ``filtered`` makes of what ``processed`` makes of a round's rows."""
+        return self.filtered(self.processed(logits, history, drafts))
+
+    def processed(self, logits: mx.array, history: Sequence[int], drafts: mx.array) -> mx.array:
+        """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
         logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1].
-        Returns [R, V]: processed logits when greedy, else float32 filtered log-probabilities over the temperature.
         """
-        if self.processors:
-            known = mx.concatenate([mx.array(list(history), dtype=mx.int32), drafts])
-            logits = mx.concatenate(
-                [self._process(known[: len(history) + j], logits[j : j + 1]) for j in range(logits.shape[0])]
-            )
+        if not self.processors:
+            return logits
+        known = mx.concatenate([mx.array(list(history), dtype=mx.int32), drafts])
+        return mx.concatenate(
+            [self._process(known[: len(history) + j], logits[j : j + 1]) for j in range(logits.shape[0])]
+        )
+
+    def filtered(self, logits: mx.array) -> mx.array:
+        """Turn processed logits [R, V] into scores whose softmax is the distribution to draw from.
+
+        Returns [R, V]: the logits when greedy, else float32 filtered log-probabilities over the temperature.
+        """
         if self.temp == 0:
             return logits
         logits = logits.astype(mx.float32)

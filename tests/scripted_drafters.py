@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
 from mlx_spec.engine import Engine, Request
 from mlx_spec.statistics import Statistics
 from mlx_spec.target import Target
@@ -44,13 +44,20 @@ def mixture(seed: int, share: float = 0.7) -> Script:
 
 @dataclass
 class ScriptedState:
-    """What was committed so far, and how many proposals were made."""
+    """What was committed so far, and how many proposals were made.
+
+    begin: where the committed rows began that it saw; the tokens before are those of the text.
+    """
 
     tokens: list[int] = field(default_factory=list)
     proposals: int = 0
+    begin: int = 0
 
     def fork(self) -> "ScriptedState":
-        return ScriptedState(list(self.tokens), self.proposals)
+        return ScriptedState(list(self.tokens), self.proposals, self.begin)
+
+    def free(self) -> None:
+        self.tokens.clear()
 
 
 class ScriptedDrafter:
@@ -73,8 +80,8 @@ class ScriptedDrafter:
         self.vocab_size = target.vocab_size
         self.tap_width = len(taps) * target.hidden_size
 
-    def open(self) -> ScriptedState:
-        return ScriptedState()
+    def open(self, position: int = 0) -> ScriptedState:
+        return ScriptedState(self.text[:position], begin=position)
 
     def extend(self, state: ScriptedState, rows: Committed) -> None:
         assert rows.position == len(state.tokens), "a gap or an overlap in the committed rows"
@@ -82,7 +89,10 @@ class ScriptedDrafter:
         state.tokens += [int(t) for t in np.array(rows.tokens)]
         assert state.tokens == self.text[: len(state.tokens)], "committed rows are not the text"
 
-    def propose(self, state: ScriptedState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        return [self.draft(ask.state, ask.anchor, ask.count, ask.choose) for ask in asks]
+
+    def draft(self, state: ScriptedState, anchor: int, count: int, choose: Choose) -> Proposal:
         assert 1 <= count <= self.max_draft
         assert anchor == self.text[len(state.tokens)], "the anchor is not the text's next token"
         state.proposals += 1

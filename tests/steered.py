@@ -1,14 +1,17 @@
 """A chain drafter that is led along a known text or off it, and whether its state is that of a fresh one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+from one_draft import propose
 from scripted_drafters import Script
 
 from mlx_spec.accept import rule_for
-from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
 from mlx_spec.drafters.chain import ChainDrafter, ChainState
+from mlx_spec.drafters.context import ContextKV
 from mlx_spec.engine import Engine, Generation
 from mlx_spec.policy import FixedDepth
 from mlx_spec.target import Target
@@ -25,7 +28,11 @@ class Steered:
         self.open, self.extend, self.rewind = drafter.open, drafter.extend, drafter.rewind
         self.proposals = 0
 
-    def propose(self, state: ChainState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        return self.drafter.propose([replace(ask, choose=self.led(ask.state)) for ask in asks])
+
+    def led(self, state: ChainState) -> Choose:
+        """Draw what the script says."""
         self.proposals += 1
 
         def led(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
@@ -34,7 +41,7 @@ class Steered:
             wrong = (right + 1 + position % 7) % 90
             return mx.array(right if self.script(self.proposals, index, position) else wrong), None
 
-        return self.drafter.propose(state, anchor, count, led)
+        return led
 
 
 def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> ChainState:
@@ -43,6 +50,12 @@ def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> Cha
     rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
     drafter.extend(state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
     return state
+
+
+def rows_of(context: ContextKV) -> mx.array:
+    """Return what a context holds by position, from its base on: [n, layers, 2, KV, D]."""
+    pool, table, length = context.pages()
+    return pool[table[0]].transpose(0, 3, 1, 2, 4, 5).flatten(0, 1)[: length.item()]
 
 
 def assert_like_fresh(drafter: ChainDrafter, target: Target, state: ChainState, text: list[int]) -> None:
@@ -60,14 +73,13 @@ def assert_like_fresh(drafter: ChainDrafter, target: Target, state: ChainState, 
             into.append(mx.concatenate([ids.astype(mx.float32), values]))
             return ids[0], None
 
-        drafter.propose(each, text[-1], 4, choose)
+        propose(drafter, each, text[-1], 4, choose)
     for mine, other in zip(*seen, strict=True):
         assert mx.array_equal(mine, other)
     ours, theirs = (each.context for each in states)
     assert ours.cursor == theirs.cursor == len(text) - 2
     if (first := max(ours.base, theirs.base)) < ours.cursor:
-        held = [each.rows[first - each.base : each.cursor - each.base] for each in (ours, theirs)]
-        assert mx.array_equal(*held)
+        assert mx.array_equal(*(rows_of(each)[first - each.base :] for each in (ours, theirs)))
     assert mx.array_equal(states[0].hidden, states[1].hidden)
 
 

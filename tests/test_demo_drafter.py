@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
+from one_draft import block, propose
 
 from mlx_spec import Engine, load, stream_generate
 from mlx_spec.demo import DRAFTER_FOLDER
@@ -164,8 +165,8 @@ def test_the_unpacked_checkpoint_drafts_alike_in_the_official_code(
     for end in (12, 16, 17):
         features, anchor = taps[start:end], text[end]
         ours.extend(state, Committed(start, mx.array(text[start:end]), features))
-        hidden = ours.block(state, anchor, ours.config.block_size)
-        path = ours.propose(state, anchor, ours.max_draft, greedy).tokens.tolist()
+        hidden = block(ours, state, anchor, ours.config.block_size)
+        path = propose(ours, state, anchor, ours.max_draft, greedy).tokens.tolist()
         expected = official.hidden_states(mx.array([[anchor] + [mask] * ours.max_draft]), features[None], cache)
         logits = official.compute_logits(expected[:, 1:])
         selected = official.candidate_selector.select(expected[:, 1:], logits, mx.array([anchor]), 0)[0]

@@ -285,7 +285,8 @@ STEPS = [
     (ScriptedDrafter, "propose"),
     (Target, "forward"),
     (Target, "logits"),
-    (Sampling, "scores"),
+    (Sampling, "processed"),
+    (Sampling, "filtered"),
     (Greedy, "accept"),
     (mlx_spec.engine, "wait"),
     (mlx_spec.engine, "unpack"),
@@ -494,12 +495,61 @@ def test_a_drafter_draws_with_the_rule_of_the_request() -> None:
     drawn = []
 
     class Watched(ScriptedDrafter):
-        def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
-            drawn.append(super().propose(state, anchor, count, choose).probabilities)
-            return super().propose(state, anchor, count, choose)
+        def draft(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+            drawn.append(super().draft(state, anchor, count, choose).probabilities)
+            return super().draft(state, anchor, count, choose)
 
     for sampling in (Sampling(), Sampling(temp=0.5), Sampling(temp=0.5, top_k=1, accept="rejection")):
         request = Request(PROMPT, 5, sampling=sampling)
         run(Engine(target(), Watched(target(), plain(target(), request).text, always_right)), request)
     assert [p is None for p in drawn] == [True, True, False]
     assert drawn[-1].shape == (4, 4)
+
+
+@pytest.mark.parametrize("script", [always_right, right_then_wrong(2), mixture(5)])
+def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script: Any) -> None:
+    def answer(engine: Engine, depth: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        generation, found = engine.start(Request(PROMPT, 20, depth, top_logprobs=3)), []
+        while generation.finish_reason is None:
+            done = engine.answer_step(generation)
+            assert len(done.tokens) == len(done.logprobs)
+            found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
+        engine.close(generation)
+        return found
+
+    drafted, alone = answer(scripted(script=script), 7), answer(Engine(target()), 0)
+    assert drafted == alone
+    assert [token for token, _, _ in drafted] == long_text().text[len(PROMPT) : len(PROMPT) + 20]
+
+
+@pytest.mark.parametrize("row", [0, 2, 7])
+def test_an_answer_is_cut_behind_the_row_whose_full_logits_say_otherwise(
+    row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong choice of a fused path is replaced by what the full logits say; what was built on it is dropped."""
+    engine = scripted()
+    generation = engine.start(Request(PROMPT, 20))
+    unpack = mlx_spec.engine.unpack
+
+    def wrong(*arguments: Any) -> tuple[list[int], int, int]:
+        drafts, count, following = unpack(*arguments)
+        said = [*drafts, following]
+        said[row] = (said[row] + 1) % 96
+        return said[:-1], count, said[-1]
+
+    monkeypatch.setattr(mlx_spec.engine, "unpack", wrong)
+    done = engine.answer_step(generation)
+    monkeypatch.undo()
+    assert (done.tokens, done.from_draft) == (new_tokens(long_text())[: row + 1], row)
+    while generation.finish_reason is None:
+        engine.answer_step(generation)
+    assert generation.tokens == long_text().text[: len(PROMPT) + 20]
+    engine.close(generation)
+
+
+def test_an_answer_is_not_drawn() -> None:
+    engine = scripted()
+    generation = engine.start(Request(PROMPT, 20, sampling=Sampling(temp=0.5)))
+    with pytest.raises(RequestError, match="takes the likeliest tokens; this request draws, with temp 0.5"):
+        engine.answer_step(generation)
+    engine.close(generation)

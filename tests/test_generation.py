@@ -7,8 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.sample_utils import make_logits_processors
 from scripted_drafters import ScriptedDrafter, always_right, mixture
 from tiny_folders import write_dflash2, write_model
 
@@ -51,8 +53,8 @@ def scripted(loaded: tuple[Engine, Any]) -> Callable[..., Engine]:
 
 def test_fields_are_those_of_mlx_lm() -> None:
     ours = [f.name for f in fields(GenerationResponse)]
-    theirs = [f.name for f in fields(MlxLmResponse) if f.name != "logprobs"]
-    assert ours == [*theirs, "statistics"]
+    theirs = [f.name for f in fields(MlxLmResponse)]
+    assert ours == [*theirs, "statistics", "logprob", "top_logprobs", "index"]
 
 
 def test_responses_count_and_measure(loaded: tuple[Engine, Any]) -> None:
@@ -277,3 +279,68 @@ def test_responses_cannot_be_changed(loaded: tuple[Engine, Any]) -> None:
     with pytest.raises(AttributeError):
         response.text = "other"  # type: ignore[misc]
     assert replace(response, text="other").token == response.token
+
+
+def test_n_texts_are_those_of_their_seeds(loaded: tuple[Engine, Any]) -> None:
+    options = dict(max_tokens=20, temp=0.9, top_p=0.95)
+    alone = [generate(*loaded, PROMPT, seed=seed, num_draft_tokens=0, **options) for seed in (4, 5, 6)]
+    assert generate(*loaded, PROMPT, n=3, seed=4, **options) == alone
+    assert len(set(alone)) == 3
+    assert generate(*loaded, PROMPT, n=1, seed=4, **options) == alone[:1]
+    responses = list(stream_generate(*loaded, PROMPT, n=3, seed=4, **options))
+    for index, text in enumerate(alone):
+        own = [response for response in responses if response.index == index]
+        assert "".join(response.text for response in own) == text
+        assert [response.generation_tokens for response in own] == list(range(1, len(own) + 1))
+        assert own[-1].finish_reason is not None
+    assert loaded[0].target.pool.pages_in_use == 0
+
+
+def test_n_texts_end_on_their_own(loaded: tuple[Engine, Any]) -> None:
+    options = dict(max_tokens=20, temp=0.9, stop=[" "])
+    alone = [generate(*loaded, PROMPT, seed=seed, **options) for seed in range(3)]
+    assert generate(*loaded, PROMPT, n=3, **options) == alone
+    with pytest.raises(RequestError, match="n must be at least 1, not 0"):
+        generate(*loaded, PROMPT, n=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "seed": 3, "top_k": 9, "repetition_penalty": 1.2}])
+def test_log_probabilities_are_those_of_plain_decoding_and_of_mlx_lm(
+    loaded: tuple[Engine, Any], options: dict[str, Any]
+) -> None:
+    """Bit for bit with drafts and without; equal to rounding to what mlx-lm reports for the same tokens."""
+    options = {**options, "max_tokens": 12, "top_logprobs": 4}
+    drafted = list(stream_generate(*loaded, PROMPT, **options))
+    plain = list(stream_generate(*loaded, PROMPT, num_draft_tokens=0, **options))
+    assert [r.token for r in drafted] == [r.token for r in plain]
+    for ours, alone in zip(drafted, plain, strict=True):
+        assert (ours.logprob, ours.top_logprobs) == (alone.logprob, alone.top_logprobs)
+        assert ours.logprobs is not None and mx.array_equal(ours.logprobs, alone.logprobs)
+        assert ours.logprobs[ours.token].item() == ours.logprob
+        best = np.argsort(-np.array(ours.logprobs), kind="stable")[:4].tolist()
+        assert [token for token, _ in ours.top_logprobs] == best
+        assert [ours.logprobs[token].item() for token in best] == [value for _, value in ours.top_logprobs]
+    tokens = [r.token for r in drafted]
+    follow = iter([*tokens, 0])
+    penalty = {"repetition_penalty": 1.2} if options.get("repetition_penalty") else {}
+    theirs = mlx_lm.stream_generate(
+        loaded[0].target.model,
+        loaded[1],
+        loaded[1].encode(PROMPT),
+        max_tokens=12,
+        sampler=lambda scores: mx.array([next(follow, 0)]),
+        logits_processors=make_logits_processors(**penalty),
+    )
+    for ours, their in zip(drafted, theirs, strict=True):
+        assert their.token == ours.token
+        expected = np.array(their.logprobs.astype(mx.float32))
+        np.testing.assert_allclose(np.array(ours.logprobs), expected, atol=NEAR_TIE)
+
+
+def test_log_probabilities_are_left_out_where_nobody_asks(loaded: tuple[Engine, Any]) -> None:
+    response = next(iter(stream_generate(*loaded, PROMPT, max_tokens=1)))
+    assert (response.logprob, response.logprobs, response.top_logprobs) == (None, None, [])
+    response = next(iter(stream_generate(*loaded, PROMPT, max_tokens=1, logprobs=True)))
+    assert response.logprob is not None and response.logprob < 0 and response.top_logprobs == []
+    with pytest.raises(RequestError, match="top_logprobs must lie between 0 and 16, not 17"):
+        generate(*loaded, PROMPT, top_logprobs=17)

@@ -246,7 +246,7 @@ def test_a_drafter_with_the_targets_own_scores_draws_the_targets_tokens() -> Non
     class Twin(ScriptedDrafter):
         """Draws from the target's scores instead of knowing the text."""
 
-        def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+        def draft(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
             first = len(state.tokens) + 1
             scores = [
                 logits[at - len(request.prompt)].astype(mx.float32) if at < len(self.text) else mx.zeros((96,))

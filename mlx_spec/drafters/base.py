@@ -4,7 +4,7 @@ A drafter reads hidden states of rows that the target has committed and proposes
 the target's cache and never decides what is accepted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,16 @@ class Proposal:
     finite: Mapping[str, mx.array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Ask:
+    """One sequence's wish in a draft pass: ``count`` tokens behind its anchor, drawn by ``choose``."""
+
+    state: Any
+    anchor: int
+    count: int
+    choose: Choose
+
+
 def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
     """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
     drawn = [row for row in rows if row is not None]
@@ -54,6 +64,10 @@ class DrafterState(Protocol):
         """Return an independent copy."""
         ...
 
+    def free(self) -> None:
+        """Give back what it holds; it is not used afterwards."""
+        ...
+
 
 class Drafter(Protocol):
     """Proposes tokens. ``taps``: which hidden states of the target it reads (see Target)."""
@@ -62,18 +76,23 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     max_draft: int
 
-    def open(self) -> Any:
-        """Return the state for an empty sequence."""
+    def open(self, position: int = 0) -> Any:
+        """Return the state for a sequence whose rows it will see from ``position`` on.
+
+        Behind 0 there is a gap: of a sequence that was decoded without the drafter, or was forgotten. Drafting
+        begins with the rows that are committed next, as if nothing were before them.
+        """
         ...
 
     def extend(self, state: Any, rows: Committed) -> None:
         """Take in rows that the target committed, in order and without gaps."""
         ...
 
-    def propose(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
-        """Draft ``count`` tokens, 1 to ``max_draft``, behind the anchor. Lazy: no host synchronisation.
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        """Draft for several sequences in one pass: for each ask its 1 to ``max_draft`` tokens behind the anchor.
 
-        A drafter that has not seen enough yet drafts fewer, or none.
+        Lazy: no host synchronisation. What is drafted for a sequence may depend on the others. A drafter that has
+        not seen enough of a sequence yet drafts fewer, or none.
         """
         ...
 

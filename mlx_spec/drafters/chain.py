@@ -5,22 +5,23 @@ its successor: it is pending. Only rows whose successor is committed too enter t
 read the head's own output, ride beside the cache and are forgotten when the round ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import mlx.core as mx
 
 from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Choose, Committed, Proposal, stack_drawn
-from mlx_spec.drafters.context import PAGE_SLOTS, ContextKV
+from mlx_spec.drafters.base import Ask, Committed, Proposal, stack_drawn
+from mlx_spec.drafters.context import ContextKV, context_pool, pages_of
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.layers import Attention
 
 Held = tuple[mx.array, mx.array, mx.array]
-"""What a cache holds: see ContextKV.pages."""
+"""What contexts hold: see ``pages_of``."""
 
 MOST_DRAFTS = 7
 # Candidates of a drafted token; sampled drafts are drawn among these.
@@ -37,10 +38,14 @@ class Entered:
     queries: mx.array
     keys_values: mx.array
 
-    def rows(self, start: int, stop: int) -> "Entered":
-        """Return the rows from ``start`` to before ``stop``."""
-        part = slice(start, stop)
+    def rows(self, part: slice | mx.array) -> "Entered":
+        """Return some of the rows."""
         return Entered(self.residual[part], self.projected[part], self.queries[part], self.keys_values[:, part])
+
+    @property
+    def context_rows(self) -> mx.array:
+        """Keys and values as a context of one layer holds them: [R, 1, 2, KV, D]."""
+        return self.keys_values.transpose(1, 0, 2, 3)[:, None]
 
 
 class HeadRows(Protocol):
@@ -95,6 +100,10 @@ class ChainState:
         """Return an independent copy."""
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
 
+    def free(self) -> None:
+        """Give the pages of the context back."""
+        self.context.free()
+
 
 class ChainDrafter:
     """Drafts a chain: each step reads the head's own output and the token that was just drafted."""
@@ -119,13 +128,12 @@ class ChainDrafter:
         self.head = head
         self.embed = embed or target.embed
         self._nothing = mx.zeros((0, rows.width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
-        shape = (1, PAGE_SLOTS, 1, 2, rows.attention.kv_heads, rows.attention.head_dim)
-        empty = mx.zeros((1, 1), dtype=mx.int32), mx.zeros((1,), dtype=mx.int32)
-        self._no_context = mx.zeros(shape, dtype=target.dtype), *empty
+        like = mx.zeros((1, rows.width), dtype=target.dtype), mx.zeros((1,), dtype=mx.int32)
+        self.pool = context_pool(rows.enter(self.embed(like[1]), *like).context_rows)
 
-    def open(self) -> ChainState:
-        """Return the state for an empty sequence."""
-        return ChainState(ContextKV(self.rows.attention.window), *self._nothing)
+    def open(self, position: int = 0) -> ChainState:
+        """Return the state for a sequence whose rows begin at ``position``."""
+        return ChainState(ContextKV(self.pool, self.rows.attention.window, position), *self._nothing, position)
 
     def extend(self, state: ChainState, rows: Committed) -> None:
         """Let committed rows wait for their successors. Raises PositionError for a gap or an overlap."""
@@ -133,7 +141,7 @@ class ChainDrafter:
             raise PositionError(f"Rows begin at position {rows.position}, the drafter's at {state.position}.")
         if state.hidden.shape[0] > MAX_ROWS:
             self._complete(state, self._enter(state, state.following), state.hidden.shape[0] - 1)
-            mx.async_eval(state.context.rows)
+            mx.async_eval(self.pool.data)
         known = rows.tokens if state.hidden.shape[0] else rows.tokens[1:]
         hidden = mx.concatenate([state.hidden, self.rows.features(rows.taps)])
         if hidden.shape[0] > MAX_ROWS:
@@ -141,34 +149,52 @@ class ChainDrafter:
             mx.async_eval(hidden)
         state.hidden, state.following = hidden, mx.concatenate([state.following, known.astype(mx.int32)])
 
-    def propose(self, state: ChainState, anchor: int, count: int, choose: Choose) -> Proposal:
-        """Draft the ``count`` tokens behind the anchor; none before any row is committed."""
-        if not 1 <= count <= self.max_draft:
-            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
-        pending = state.hidden.shape[0]
-        if not pending:
-            return Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
-        following = mx.concatenate([state.following, mx.array([anchor], dtype=mx.int32)])
-        entered = self._enter(state, following)
-        self._complete(state, entered, pending - 1)
-        row, hidden = entered.rows(pending - 1, pending), state.hidden[-1:]
-        queries, keys_values, picked = [row.queries], [row.keys_values], list[Picked]()
-        held = self._held(state.context)
-        for index in range(count):
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        """Draft behind all anchors, a step of all chains at once; none before any row of a sequence is committed.
+
+        Raises RequestError for a count outside 1 to ``max_draft``.
+        """
+        for ask in asks:
+            if not 1 <= ask.count <= self.max_draft:
+                raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {ask.count}.")
+        begun = [ask for ask in asks if ask.state.hidden.shape[0]]
+        drafted = iter(self._chains(begun) if begun else [])
+        return [next(drafted) if ask.state.hidden.shape[0] else nothing_drafted() for ask in asks]
+
+    def _chains(self, asks: Sequence[Ask]) -> list[Proposal]:
+        row, hidden = self._begin(asks)
+        held = pages_of([ask.state.context for ask in asks])
+        queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
+        for index in range(max(ask.count for ask in asks)):
             if index:
-                at = mx.array([state.position - 1 + index], dtype=mx.int32)
-                row = self.rows.enter(self.embed(picked[-1].token[None]), hidden, at)
-                queries.append(row.queries)
-                keys_values.append(row.keys_values)
-            attended = self._attend(held, mx.concatenate(queries), mx.concatenate(keys_values, axis=1))
-            scored, hidden = self.rows.leave(row, attended[-1:])
-            picked.append(self._pick(scored, state.position + 1 + index, choose))
-        return Proposal(
-            mx.stack([p.token for p in picked]),
-            mx.stack([p.ids for p in picked]),
-            stack_drawn([p.probabilities for p in picked]),
-            {"draft logits": mx.all(mx.stack([p.finite for p in picked]))},
-        )
+                at = mx.array([ask.state.position - 1 + index for ask in asks], dtype=mx.int32)
+                row = self.rows.enter(self.embed(steps[-1].tokens), hidden, at)
+            queries.append(row.queries[:, None])
+            keys_values.append(row.keys_values[:, :, None])
+            attended = self._attend(held, mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2))
+            scored, hidden = self.rows.leave(row, attended[:, -1])
+            steps.append(self._step(scored, asks, steps))
+        return [proposal_of(steps[: ask.count], n) for n, ask in enumerate(asks)]
+
+    def _begin(self, asks: Sequence[Ask]) -> tuple[Entered, mx.array]:
+        """Run the pending rows of all sequences, and complete all but the newest of each.
+
+        Returns the newest ones, N of N sequences, and the target's hidden states of these [N, H].
+        """
+        states, counts = [ask.state for ask in asks], [ask.state.hidden.shape[0] for ask in asks]
+        anchors = mx.array([ask.anchor for ask in asks], dtype=mx.int32)
+        following = [part for n, state in enumerate(states) for part in (state.following, anchors[n : n + 1])]
+        positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
+        hidden = mx.concatenate([state.hidden for state in states])
+        embedded = self.embed(mx.concatenate(following))
+        entered = self.rows.enter(embedded, hidden, mx.array(positions, dtype=mx.int32))
+        newest = [end - 1 for end in accumulate(counts)]
+        for state, count, last in zip(states, counts, newest, strict=True):
+            if count > 1:
+                self._complete(state, entered.rows(slice(last + 1 - count, last)), count - 1)
+        # A slice is a view; an index copies.
+        part = slice(newest[0], None) if len(asks) == 1 else mx.array(newest)
+        return entered.rows(part), hidden[part]
 
     def rewind(self, state: ChainState, position: int) -> int:
         """Forget rows from ``position`` on, and return where the next committed row must stand.
@@ -197,38 +223,61 @@ class ChainDrafter:
     def _complete(self, state: ChainState, entered: Entered, count: int) -> None:
         """Move the first ``count`` pending rows into the cache."""
         if count:
-            rows = entered.rows(0, count).keys_values.transpose(1, 0, 2, 3)[:, None]
-            state.context.append(state.first, rows)
+            state.context.append(state.first, entered.context_rows[:count])
             left = state.hidden[count:], state.following[count:], state.first + count
             state.hidden, state.following, state.first = left
 
-    def _held(self, context: ContextKV) -> Held:
-        return context.pages() if context.cursor > context.base else self._no_context
-
     def _attend(self, held: Held, queries: mx.array, keys_values: mx.array) -> mx.array:
-        """Attend from rows behind the cache to the cache and to each other."""
-        pool, pages, length = held
-        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
-        cached = Cached(pages, length, (queries.shape[0],))
+        """Attend from rows [N, R, H, D] behind the contexts of N sequences to these and to each other."""
+        pool, pages, lengths = held
+        keys, values = (side.squeeze(0).flatten(0, 1) for side in mx.split(keys_values, 2))
+        cached = Cached(pages, lengths, queries.shape[1:2] * queries.shape[0])
         scale, window = self.rows.attention.scale, self.rows.attention.window
-        return attention_rows(queries, keys, values, pool, 0, cached, scale=scale, window=window, slot_major=True)
+        attended = attention_rows(queries.flatten(0, 1), keys, values, pool, 0, cached, scale=scale, window=window)
+        return attended.reshape(queries.shape)
 
-    def _pick(self, hidden: mx.array, position: int, choose: Choose) -> "Picked":
-        """Let ``choose`` draw the token for ``position`` from the best of the draft logits of one row [1, H]."""
-        values, ids, finite = topk_rows(self.head.score(hidden), min(CANDIDATES, self.head.size))
-        ids = ids[0] if self.head.ids is None else self.head.ids[ids[0]]
-        token, probabilities = choose(position, ids, values[0].astype(mx.float32))
-        return Picked(token.astype(mx.int32), ids, probabilities, finite)
+    def _step(self, hidden: mx.array, asks: Sequence[Ask], before: Sequence["Step"]) -> "Step":
+        """Let each sequence draw its next token from the best of the draft logits of its row [N, H]."""
+        scores = self.head.score(hidden)
+        values, ids, are_finite = topk_rows(scores, min(CANDIDATES, self.head.size))
+        ids = ids if self.head.ids is None else self.head.ids[ids]
+        values = values.astype(mx.float32)
+        picked: list[tuple[mx.array, mx.array | None]] = []
+        for n, ask in enumerate(asks):
+            if len(before) < ask.count:
+                picked.append(ask.choose(ask.state.position + 1 + len(before), ids[n], values[n]))
+            else:
+                # Its chain is complete, and runs along with the others.
+                picked.append((before[-1].tokens[n], None))
+        # Of several sequences each has its own flag.
+        finite = are_finite[None] if len(asks) == 1 else mx.all(mx.isfinite(scores), axis=-1)
+        tokens = mx.stack([token for token, _ in picked]).astype(mx.int32)
+        return Step(tokens, ids, [probabilities for _, probabilities in picked], finite)
 
 
 @dataclass(frozen=True)
-class Picked:
-    """A drafted token and the candidates ids [K] it was chosen from.
+class Step:
+    """One drafted token of each of N sequences: tokens [N] int32, and the candidates ids [N, K] they are of.
 
-    probabilities: [K], None where it was not drawn. finite: whether all draft logits were.
+    probabilities: [K] of each, None where it was not drawn. finite: bool [N], whether all draft logits were.
     """
 
-    token: mx.array
+    tokens: mx.array
     ids: mx.array
-    probabilities: mx.array | None
+    probabilities: list[mx.array | None]
     finite: mx.array
+
+
+def proposal_of(steps: Sequence[Step], n: int) -> Proposal:
+    """Return what sequence number ``n`` drafted in these steps."""
+    return Proposal(
+        mx.stack([step.tokens[n] for step in steps]),
+        mx.stack([step.ids[n] for step in steps]),
+        stack_drawn([step.probabilities[n] for step in steps]),
+        {"draft logits": mx.all(mx.stack([step.finite[n] for step in steps]))},
+    )
+
+
+def nothing_drafted() -> Proposal:
+    """Return a proposal without drafts."""
+    return Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))

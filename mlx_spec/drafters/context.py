@@ -1,35 +1,56 @@
-"""A drafter's own keys and values of committed positions.
+"""A drafter's own keys and values of committed positions, in pages like the target's, which forks share.
 
-Everything is found by absolute position. A slot holds the position ``base + slot``; when the buffer is full the
-rows that the window still sees move to its front and ``base`` moves on. There is no ring and no ring order.
+Everything is found by absolute position: slot ``position - base`` of a context's pages. Pages that the window has
+left behind are given back, and ``base`` moves on. There is no ring and no ring order.
 """
+
+from collections.abc import Sequence as SequenceOf
 
 import mlx.core as mx
 
+from metal_kernels import resident
 from mlx_spec.errors import PositionError
+from mlx_spec.target import PagePool, Sequence
+from mlx_spec.target.pages import PAGE_SLOTS
+from mlx_spec.target.past import page_table
 
-FIRST_SLOTS = 256
-PAGE_SLOTS = 32
+# How many drafters' contexts there are is bounded, so their pool needs no bound of its own.
+UNBOUNDED = 1 << 30
+
+
+def context_pool(rows: mx.array) -> PagePool:
+    """Return the pool of a drafter's contexts, for rows like these [n, layers, 2, KV, D]; it grows as they do."""
+    _, layers, _, kv_heads, head_dim = rows.shape
+    return PagePool(layers, kv_heads, head_dim, rows.dtype, UNBOUNDED)
 
 
 class ContextKV:
-    """Context keys and values of one sequence.
+    """Context keys and values of one sequence, in the pages of ``pool``.
 
-    ``rows``: [slots, layers, 2, KV, D]. Positions ``base .. cursor - 1`` are held; ``keep`` is how many of the
-    newest a windowed drafter needs, None for all.
+    Positions ``base .. cursor - 1`` are held; ``keep`` is how many of the newest a windowed drafter needs, None
+    for all. The first row stands at ``position``.
     """
 
-    def __init__(self, keep: int | None) -> None:
+    def __init__(self, pool: PagePool, keep: int | None, position: int = 0) -> None:
+        self.pool = pool
         self.keep = keep
-        self.base = self.cursor = 0
-        self.rows: mx.array | None = None
+        self.base = position
+        self._held = Sequence(pool)
+
+    @property
+    def cursor(self) -> int:
+        """Where the next row stands."""
+        return self.base + self._held.length
 
     def fork(self) -> "ContextKV":
-        """Return an independent copy; MLX copies the buffer when one of the two is written."""
-        copy = ContextKV(self.keep)
-        copy.base, copy.cursor = self.base, self.cursor
-        copy.rows = None if self.rows is None else self.rows[:]
+        """Return an independent copy that shares every page; one that is written to is copied."""
+        copy = ContextKV(self.pool, self.keep, self.base)
+        copy._held = self._held.fork()
         return copy
+
+    def free(self) -> None:
+        """Give all pages back; the context is empty then, and begins where it stood."""
+        self._begin(self.cursor)
 
     def start_at(self, base: int, capture: int) -> None:
         """Let the context begin at position ``base`` of rows that were captured from ``capture`` on.
@@ -41,34 +62,34 @@ class ContextKV:
             raise PositionError(f"The context cannot begin at position {base}: its capture begins at {capture}.")
         if base < self.cursor:
             raise PositionError(f"The context cannot begin at position {base}: its cursor is at {self.cursor}.")
-        self.base = self.cursor = base
-        self.rows = None
+        self._begin(base)
 
     def append(self, position: int, rows: mx.array) -> None:
-        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``.
+        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``, lazily (see PagePool.write).
 
         Raises PositionError when ``position`` is not the cursor: a gap or an overlap would shift every key.
         """
         if position != self.cursor:
             raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.cursor}.")
-        self._make_room(rows)
-        assert self.rows is not None
-        first = self.cursor - self.base
-        self.rows[mx.arange(first, first + rows.shape[0])] = rows
-        self.cursor += rows.shape[0]
+        self._held.append(rows)
+        if self.keep is not None:
+            # A page more than the window, so that a round can be undone.
+            self._drop(max(0, self._held.length - self.keep - PAGE_SLOTS) // PAGE_SLOTS)
 
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
 
-        Raises PositionError when the buffer no longer holds the window before ``position``.
+        Raises PositionError when the pages no longer hold the window before ``position``.
         """
+        if position >= self.cursor:
+            return
         first = self._window_before(position)
-        if position < self.cursor and first < self.base:
+        if first < self.base:
             raise PositionError(
                 f"Cannot rewind to position {position}: that needs the context from {first} on, "
                 f"kept is {self.base} and later."
             )
-        self.cursor = min(self.cursor, position)
+        self._held.rewind(position - self.base)
 
     def rewind_or_restart(self, position: int) -> None:
         """Forget positions from ``position`` on; where the window before it is lost, begin again with that window.
@@ -79,33 +100,36 @@ class ContextKV:
         if position >= self.cursor or first >= self.base:
             self.rewind(position)
         else:
-            self.base = self.cursor = first
-            self.rows = None
+            self._begin(first)
 
     def pages(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Return what is held as a pool [pages, PAGE_SLOTS, layers, 2, KV, D], its page table and its length.
-
-        Position ``base`` stands in the first slot. Raises PositionError before anything was written.
-        """
-        if self.rows is None:
-            raise PositionError("The context holds no rows yet.")
-        pool = self.rows.reshape(-1, PAGE_SLOTS, *self.rows.shape[1:])
-        length = mx.array([self.cursor - self.base], dtype=mx.int32)
-        return pool, mx.arange(pool.shape[0], dtype=mx.int32)[None], length
+        """Return the pool [pages, layers, 2, PAGE_SLOTS, KV, D], the page table [1, P] and the length [1]."""
+        return pages_of([self])
 
     def _window_before(self, position: int) -> int:
         return position if self.keep is None else max(0, position - self.keep)
 
-    def _make_room(self, rows: mx.array) -> None:
-        needed = self.cursor - self.base + rows.shape[0]
-        slots = 0 if self.rows is None else self.rows.shape[0]
-        if needed <= slots:
-            return
-        held = self.cursor - self.base
-        kept = held if self.keep is None else min(held, self.keep)
-        size = FIRST_SLOTS
-        while size < 2 * (kept + rows.shape[0]):
-            size *= 2
-        empty = mx.zeros((size - kept, *rows.shape[1:]), dtype=rows.dtype)
-        self.rows = empty if self.rows is None else mx.concatenate([self.rows[held - kept : held], empty])
-        self.base = self.cursor - kept
+    def _begin(self, base: int) -> None:
+        left = self._held
+        # One statement: base and pages belong together whenever someone looks.
+        self.base, self._held = base, Sequence(self.pool)
+        left.free()
+
+    def _drop(self, pages: int) -> None:
+        left = self._held.pages[:pages]
+        self.base, self._held = self.base + pages * PAGE_SLOTS, self._held.behind(pages)
+        for page in left:
+            self.pool.release(page)
+
+
+def pages_of(contexts: SequenceOf[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the pool of contexts, their page tables [S, P] and lengths [S] int32; see attention_rows.
+
+    The first slot of a context holds its position ``base``.
+    """
+    table = page_table([context._held.pages for context in contexts])
+    numbers = [context.cursor - context.base for context in contexts]
+    # In one piece: what the host writes costs by the piece.
+    packed = mx.array([*numbers, *(page for row in table for page in row)], dtype=mx.int32)
+    lengths, pages = mx.split(resident(packed), [len(contexts)])
+    return contexts[0].pool.data, pages.reshape(len(contexts), -1), lengths

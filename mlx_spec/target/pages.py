@@ -58,6 +58,10 @@ class PagePool:
         pages.append(self._owners.index(0))
         self._owners[pages[-1]] = 1
 
+    def owners(self, page: int) -> int:
+        """Return how many sequences own a page."""
+        return self._owners[page]
+
     def is_shared(self, page: int) -> bool:
         """Whether a page has more than one owner."""
         return self._owners[page] > 1
@@ -158,6 +162,13 @@ class Sequence:
         del self.pages[keep:]
         self.length, self.recurrent = position, recurrent
 
+    def behind(self, pages: int) -> "Sequence":
+        """Return a sequence of what stands behind the first ``pages`` pages, counted from 0, on the same pages.
+
+        It takes this one's place: the first pages are for the caller to release.
+        """
+        return Sequence(self.pool, self.pages[pages:], self.length - pages * PAGE_SLOTS)
+
     def free(self) -> None:
         """Give all pages back."""
         self.rewind(0)
@@ -189,3 +200,30 @@ class Sequence:
     def _shared(self) -> list[int]:
         """Places in ``pages``, from the first that is not full on, whose pages have other owners too."""
         return [i for i in range(self.length // PAGE_SLOTS, len(self.pages)) if self.pool.is_shared(self.pages[i])]
+
+
+def rooms(sequences: SequenceOf[Sequence], most: int) -> list[int]:
+    """Return how many positions, at most ``most``, each of these sequences of one pool can append if all do.
+
+    In this order: first a position for each, then more. 0 where there is no page even for one.
+    """
+    free = min((sequence.pool.free_pages for sequence in sequences), default=0)
+    owners, found = dict[int, int](), list[int]()
+    for sequence in sequences:
+        left = -sequence.length % PAGE_SLOTS
+        # Of the owners of a page that is not full all but the last have to copy it.
+        page = sequence.pages[-1] if left else -1
+        shared = owners.setdefault(page, sequence.pool.owners(page)) > 1 if left else False
+        takes = shared if left else 1
+        if takes > free:
+            found.append(0)
+            continue
+        free -= takes
+        if shared:
+            owners[page] -= 1
+        found.append(left or PAGE_SLOTS)
+    for index, room in enumerate(found):
+        if 0 < room < most and free:
+            free -= 1
+            found[index] += PAGE_SLOTS
+    return [min(room, most) for room in found]

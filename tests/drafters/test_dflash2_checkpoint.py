@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from one_draft import block, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -36,8 +37,8 @@ def draft(folder: Path, target: Any) -> tuple[np.ndarray, list[int], np.ndarray]
     state = drafter.open()
     features = mx.random.normal((PROMPT, 3 * 64), key=mx.random.key(1))
     drafter.extend(state, Committed(0, mx.zeros(PROMPT, dtype=mx.int32), features))
-    proposal = drafter.propose(state, ANCHOR, drafter.max_draft, greedy)
-    hidden = drafter.block(state, ANCHOR, drafter.config.block_size)
+    proposal = propose(drafter, state, ANCHOR, drafter.max_draft, greedy)
+    hidden = block(drafter, state, ANCHOR, drafter.config.block_size)
     return np.array(hidden), proposal.tokens.tolist(), np.array(proposal.probabilities)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from one_draft import block
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
-from mlx_spec.drafters import context
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.context import ContextKV
+from mlx_spec.drafters.context import ContextKV, context_pool
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.errors import PositionError
 
@@ -26,10 +26,15 @@ def numbered(start: int, count: int) -> mx.array:
     return mx.arange(start, start + count).reshape(-1, 1, 1, 1, 1) + fraction
 
 
+def new(keep: int | None, position: int = 0) -> ContextKV:
+    """An empty context in a pool of its own."""
+    return ContextKV(context_pool(numbered(0, 1)), keep, position)
+
+
 def held(kv: ContextKV, layer: int, last: int | None) -> tuple[mx.array, mx.array, int]:
     """Keys and values [S, KV, D] of the ``last`` newest positions as attention finds them, and the first's."""
-    pool, pages, length = kv.pages()
-    rows = pool[pages[0]].reshape(-1, *pool.shape[2:])[: length.item()]
+    pool, table, length = kv.pages()
+    rows = pool[table[0]].transpose(0, 3, 1, 2, 4, 5).flatten(0, 1)[: length.item()]
     assert rows.shape[0] == kv.cursor - kv.base
     first = kv.base if last is None else max(kv.base, kv.cursor - last)
     return rows[first - kv.base :, layer, 0], rows[first - kv.base :, layer, 1], first
@@ -46,7 +51,7 @@ def assert_holds(kv: ContextKV, last: int | None, expected: np.ndarray) -> None:
 
 
 def filled(keep: int | None, *counts: int) -> ContextKV:
-    kv = ContextKV(keep)
+    kv = new(keep)
     for count in counts:
         kv.append(kv.cursor, numbered(kv.cursor, count))
     return kv
@@ -83,7 +88,7 @@ def test_the_writer_refuses_them_too(count: int, position: int, tmp_path: Path) 
 
 
 def test_a_context_cannot_begin_before_what_was_captured() -> None:
-    kv = ContextKV(23)
+    kv = new(23)
     with pytest.raises(PositionError, match="begin at position 7: its capture begins at 9"):
         kv.start_at(7, capture=9)
     assert (kv.base, kv.cursor) == (0, 0)
@@ -107,7 +112,7 @@ def test_a_context_may_begin_ahead() -> None:
 
 
 def test_rewinding_past_what_the_window_keeps_is_refused_with_both_numbers() -> None:
-    kv = ContextKV(23)
+    kv = new(23)
     kv.start_at(100, capture=0)
     kv.append(100, numbered(100, 5))
     with pytest.raises(PositionError, match="position 99: that needs the context from 76 on, kept is 100"):
@@ -115,9 +120,8 @@ def test_rewinding_past_what_the_window_keeps_is_refused_with_both_numbers() -> 
     assert (kv.base, kv.cursor) == (100, 105)
 
 
-def test_rewinding_after_the_buffer_moved_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "FIRST_SLOTS", 32)
-    kv = filled(5, *[3] * 20)
+def test_rewinding_after_the_window_moved_on_is_refused() -> None:
+    kv = filled(5, *[3] * 40)
     assert kv.base > 0
     edge = kv.base + 5
     with pytest.raises(
@@ -126,9 +130,19 @@ def test_rewinding_after_the_buffer_moved_on_is_refused(monkeypatch: pytest.Monk
         kv.rewind(edge - 1)
     with pytest.raises(PositionError, match="position 0"):
         kv.rewind(0)
-    assert_holds(kv, 5, np.array(numbered(0, 60)))
+    assert_holds(kv, 5, np.array(numbered(0, 120)))
     kv.rewind(edge)
     assert_holds(kv, 5, np.array(numbered(0, edge)))
+
+
+@pytest.mark.parametrize("keep", [1, 23, 64])
+def test_a_round_can_be_undone_wherever_a_page_ends(keep: int) -> None:
+    kv = filled(keep)
+    while kv.cursor < 200:
+        kv.append(kv.cursor, numbered(kv.cursor, 16))
+        kv.rewind(kv.cursor - 16)
+        kv.append(kv.cursor, numbered(kv.cursor, 3))
+    assert_holds(kv, keep, np.array(numbered(0, 210)))
 
 
 @pytest.mark.parametrize("position", [10, 11, 1000])
@@ -151,7 +165,7 @@ def test_rewinding_forgets_what_stood_behind(keep: int | None) -> None:
 
 def test_a_fork_and_its_origin_do_not_see_each_other() -> None:
     kv = filled(23, 10)
-    fork, empty = kv.fork(), ContextKV(23).fork()
+    fork, empty = kv.fork(), new(23).fork()
     kv.append(10, numbered(10, 4))
     fork.append(10, -numbered(10, 6))
     prefix = np.array(numbered(0, 10))
@@ -174,46 +188,59 @@ def test_forks_of_a_drafter_draft_on_their_own(tmp_path: Path) -> None:
                 drafter.extend(other, Committed(position, mx.zeros(9, dtype=mx.int32), features(9, seed=99)))
             drafter.extend(state, Committed(position, mx.zeros(chunk.shape[0], dtype=mx.int32), chunk))
             position += chunk.shape[0]
-        return drafter.block(state, 7, 8)
+        return block(drafter, state, 7, 8)
 
     chunks = [features(40, 1), features(5, 2)]
     assert mx.array_equal(hidden_after(*chunks, fork_first=True), hidden_after(*chunks, fork_first=False))
 
 
-@pytest.mark.parametrize("first_slots", [32, 256])
 @pytest.mark.parametrize("sizes", ["one row", "up to a block", "larger than the window"])
 @pytest.mark.parametrize("keep", [1, 7, 23])
-def test_a_window_over_many_rounds_equals_a_plain_list(
-    keep: int, sizes: str, first_slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(context, "FIRST_SLOTS", first_slots)
-    rng, kv = np.random.default_rng(keep), ContextKV(keep)
-    low, high, rounds = {"one row": (1, 2, 300), "up to a block": (1, 9, 120)}.get(sizes, (1, 3 * keep + 2, 60))
-    every, moved = np.array(numbered(0, rounds * high)), 0
+def test_a_window_over_many_rounds_equals_a_plain_list(keep: int, sizes: str) -> None:
+    rng, kv = np.random.default_rng(keep), new(keep)
+    low, high, rounds = {"one row": (1, 2, 200), "up to a block": (1, 9, 80)}.get(sizes, (1, 3 * keep + 2, 60))
+    every = np.array(numbered(0, rounds * high))
     for _ in range(rounds):
-        before, count = kv.base, int(rng.integers(low, high))
+        count = int(rng.integers(low, high))
         kv.append(kv.cursor, numbered(kv.cursor, count))
-        moved += kv.base > before
         for last in (keep, max(1, keep // 2), None):
             assert_holds(kv, last, every)
-        assert kv.rows is not None
-        assert kv.rows.shape[0] <= max(first_slots, 4 * (keep + max(high, keep)))
-    assert moved > 0 or first_slots == 256
-    assert kv.cursor > 256 or keep == 1 or first_slots < 256
+        assert kv.pool.pages_in_use <= 3 + keep // 32
+    assert kv.base > 0
 
 
-def test_full_attention_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "FIRST_SLOTS", 32)
-    rng, kv, slots = np.random.default_rng(0), ContextKV(None), set()
-    every = np.array(numbered(0, 700))
-    while kv.cursor < 600:
+def test_full_attention_keeps_everything() -> None:
+    rng, kv = np.random.default_rng(0), new(None)
+    every = np.array(numbered(0, 400))
+    while kv.cursor < 300:
         kv.append(kv.cursor, numbered(kv.cursor, int(rng.integers(1, 60))))
         assert kv.base == 0
         assert_holds(kv, None, every)
         assert_holds(kv, 10, every)
-        assert kv.rows is not None
-        slots.add(kv.rows.shape[0])
-    assert 2 < len(slots) < 8
+        assert kv.pool.pages_in_use == -(-kv.cursor // 32)
+
+
+def test_forks_hold_their_common_part_once_and_give_back_what_is_theirs() -> None:
+    kv = filled(None, 70)
+    forks = [kv.fork() for _ in range(4)]
+    assert kv.pool.pages_in_use == 3
+    for fork in forks:
+        fork.append(70, -numbered(70, 5))
+    assert kv.pool.pages_in_use == 3 + 4
+    for fork in forks:
+        fork.free()
+        assert fork.base == fork.cursor == 75
+    assert kv.pool.pages_in_use == 3
+    assert_holds(kv, None, np.array(numbered(0, 70)))
+
+
+def test_a_context_behind_a_gap_begins_at_its_position() -> None:
+    kv = new(23, 50)
+    kv.append(50, numbered(50, 3))
+    assert (kv.base, kv.cursor) == (50, 53)
+    keys, _, first = held(kv, 1, None)
+    assert first == 50
+    np.testing.assert_array_equal(np.array(keys), np.array(numbered(50, 3))[:, 1, 0])
 
 
 @pytest.mark.parametrize("bias", [0, 13])
@@ -254,7 +281,7 @@ def test_a_long_prompt_chunk_by_chunk_equals_at_once(chunk: int, changes: dict[s
         for got, expected in zip(held(chunked, layer, last), held(once, layer, last), strict=True):
             np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5)
     np.testing.assert_allclose(
-        np.array(drafter.block(chunked, 7, 8)), np.array(drafter.block(once, 7, 8)), atol=1e-4
+        np.array(block(drafter, chunked, 7, 8)), np.array(block(drafter, once, 7, 8)), atol=1e-4
     )
 
 
@@ -264,4 +291,4 @@ def test_rows_outside_the_window_are_not_computed(tmp_path: Path) -> None:
     prompt = mx.concatenate([mx.full((287, 192), float("nan")), features(23)])
     drafter.extend(state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
     assert (state.base, state.cursor) == (287, 310)
-    assert mx.all(mx.isfinite(drafter.block(state, 7, 8))).item()
+    assert mx.all(mx.isfinite(block(drafter, state, 7, 8))).item()

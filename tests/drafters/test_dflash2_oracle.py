@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from one_draft import block, propose
 from oracles.dflash2_numpy import DFlash2Oracle
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
@@ -76,8 +77,8 @@ def run_ours(folder: Path, rounds: list[mx.array], anchors: list[int]) -> list[t
     for features, anchor in zip(rounds, anchors, strict=True):
         drafter.extend(state, Committed(position, mx.zeros(features.shape[0], dtype=mx.int32), features))
         position += features.shape[0]
-        hidden = drafter.block(state, anchor, drafter.config.block_size)
-        proposal = drafter.propose(state, anchor, drafter.max_draft, greedy)
+        hidden = block(drafter, state, anchor, drafter.config.block_size)
+        proposal = propose(drafter, state, anchor, drafter.max_draft, greedy)
         results.append((np.array(hidden), proposal.tokens.tolist()))
     return results
 
@@ -199,8 +200,8 @@ def test_fewer_rows_than_the_block_are_a_shorter_block(rows: int, tmp_path: Path
     )
     oracle.commit(np.array(features))
     expected = oracle.hidden(7, rows)
-    assert difference(np.array(drafter.block(state, 7, rows)), expected) < ROUNDING
-    assert drafter.propose(state, 7, rows - 1, greedy).tokens.tolist() == oracle.path(expected, 7)
+    assert difference(np.array(block(drafter, state, 7, rows)), expected) < ROUNDING
+    assert propose(drafter, state, 7, rows - 1, greedy).tokens.tolist() == oracle.path(expected, 7)
 
 
 def test_a_block_before_any_context_sees_only_itself(tmp_path: Path) -> None:
@@ -212,4 +213,4 @@ def test_a_block_before_any_context_sees_only_itself(tmp_path: Path) -> None:
         np.array(model.model.embed_tokens.weight),
         np.array(model.lm_head.weight),
     )
-    assert difference(np.array(drafter.block(drafter.open(), 7, 8)), oracle.hidden(7, 8)) < ROUNDING
+    assert difference(np.array(block(drafter, drafter.open(), 7, 8)), oracle.hidden(7, 8)) < ROUNDING

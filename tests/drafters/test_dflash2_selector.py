@@ -5,13 +5,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import one_draft
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
-from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.drafters.dflash2.selector import (
@@ -40,18 +41,24 @@ CHOOSERS = {"greedy": greedy, "sampled": sampled}
 
 
 def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector | None, Candidates]:
-    """Random codebooks, and candidates of 7 rows."""
+    """Random codebooks, and candidates of the 7 rows of one block."""
     keys = iter(mx.random.split(mx.random.key(seed), 8))
     selector = CandidateSelector(read_config(dflash2_config(), "tiny"))
     for name in ("predecessor_codebook", "successor_codebook"):
         selector[name].weight = mx.random.normal((96, 8), key=next(keys))
     selector.hidden_projection.weight = mx.random.normal((8, 64), key=next(keys)) * 0.2
-    hidden, logits = mx.random.normal((7, 64), key=next(keys)), 2 * mx.random.normal((7, 96), key=next(keys))
-    ids = mx.argsort(-logits, axis=-1)[:, :16].astype(mx.int32)
+    hidden, logits = mx.random.normal((1, 7, 64), key=next(keys)), 2 * mx.random.normal((1, 7, 96), key=next(keys))
+    ids = mx.argsort(-logits, axis=-1)[..., :16].astype(mx.int32)
     unary = mx.take_along_axis(logits, ids, axis=-1)
     if not has_selector:
         return None, gather_candidates(None, hidden, ids, unary)
     return selector, gather_candidates(selector, hidden, ids, unary)
+
+
+def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: Choose) -> Proposal:
+    """Walk through the candidates of one block."""
+    (proposal,) = step(selector, candidates, [Ask(None, anchor, 7, choose)], [POSITION], {})
+    return proposal
 
 
 def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: Any) -> DFlash2Drafter:
@@ -64,7 +71,7 @@ def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Ch
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
     drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
-    return drafter.propose(state, anchor, count, choose)
+    return one_draft.propose(drafter, state, anchor, count, choose)
 
 
 @pytest.mark.parametrize("choose", CHOOSERS)
@@ -72,8 +79,11 @@ def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Ch
 @pytest.mark.parametrize("seed", range(6))
 def test_the_walk_on_the_host_is_the_walk_in_the_graph(seed: int, has_selector: bool, choose: str) -> None:
     selector, candidates = random_walk(seed, has_selector)
-    tokens, probabilities = walk(selector, candidates, 5, POSITION, CHOOSERS[choose])
-    host_tokens, host_probabilities = walk_on_host(selector, candidates, 5, POSITION, CHOOSERS[choose])
+    in_graph, on_host = (
+        one_walk(step, selector, candidates, 5, CHOOSERS[choose]) for step in (walk, walk_on_host)
+    )
+    tokens, probabilities = in_graph.tokens, in_graph.probabilities
+    host_tokens, host_probabilities = on_host.tokens, on_host.probabilities
     assert tokens.dtype == host_tokens.dtype == mx.int32
     assert tokens.tolist() == host_tokens.tolist()
     if choose == "greedy":
@@ -88,8 +98,8 @@ def scores_by_formula(selector: CandidateSelector, candidates: Candidates, t: in
     """Return unary(b) + sum over r of A[previous, r] * gate[r] * B[b, r], in float64."""
     before = np.array(selector.predecessor_codebook.weight).astype(np.float64)
     after = np.array(selector.successor_codebook.weight).astype(np.float64)
-    gate, unary = np.array(candidates.gates[t]).astype(np.float64), np.array(candidates.unary[t])
-    edges = [np.sum(before[previous] * gate * after[b]) for b in candidates.ids[t].tolist()]
+    gate, unary = np.array(candidates.gates[0, t]).astype(np.float64), np.array(candidates.unary[0, t])
+    edges = [np.sum(before[previous] * gate * after[b]) for b in candidates.ids[0, t].tolist()]
     return unary + np.array(edges)
 
 
@@ -98,7 +108,7 @@ def scores_by_formula(selector: CandidateSelector, candidates: Candidates, t: in
 def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> None:
     """A token is scored behind the one picked before it, the first behind the anchor, a candidate or not."""
     selector, candidates = random_walk(seed)
-    first = set(candidates.ids[0].tolist())
+    first = set(candidates.ids[0, 0].tolist())
     outside = next(i for i in range(96) if i not in first)
     ranks = np.random.default_rng(seed).integers(0, 16, 7)
     seen: list[tuple[int, list[int], np.ndarray]] = []
@@ -110,10 +120,10 @@ def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> 
 
     for anchor in (outside, min(first)):
         seen.clear()
-        tokens, previous = step(selector, candidates, anchor, POSITION, choose)[0].tolist(), anchor
+        tokens, previous = one_walk(step, selector, candidates, anchor, choose).tokens.tolist(), anchor
         for t, (position, ids, scores) in enumerate(seen):
             assert position == POSITION + 1 + t
-            assert ids == candidates.ids[t].tolist()
+            assert ids == candidates.ids[0, t].tolist()
             expected = scores_by_formula(selector, candidates, t, previous)
             np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
             previous = ids[np.argsort(-expected)[ranks[t]]]
@@ -122,9 +132,9 @@ def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> 
 
 def test_an_anchor_outside_the_candidates_changes_the_path() -> None:
     selector, candidates = random_walk(0)
-    first = set(candidates.ids[0].tolist())
+    first = set(candidates.ids[0, 0].tolist())
     outside = [i for i in range(96) if i not in first]
-    picked = {walk(selector, candidates, anchor, POSITION, greedy)[0][0].item() for anchor in outside}
+    picked = {one_walk(walk, selector, candidates, anchor, greedy).tokens[0].item() for anchor in outside}
     assert len(picked) > 1
     assert picked <= first
 
@@ -152,9 +162,9 @@ def test_candidates_are_the_first_of_a_sort(architecture: str, top_k: int, tmp_p
     target, state = tiny_target("qwen3", mx.float32), drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
     drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
-    logits = np.array(target.logits(drafter.block(state, 7, 8)[1:]))
+    logits = np.array(target.logits(one_draft.block(drafter, state, 7, 8)[1:]))
     expected = np.argsort(-logits, axis=-1, kind="stable")[:, : drafter.config.selector_top_k]
-    proposal = drafter.propose(state, 7, 7, greedy)
+    proposal = one_draft.propose(drafter, state, 7, 7, greedy)
     np.testing.assert_array_equal(np.array(proposal.candidates), expected)
     assert all(t in row for t, row in zip(proposal.tokens.tolist(), expected.tolist(), strict=True))
     if architecture == "DFlashDraftModel":
@@ -227,3 +237,36 @@ def test_draft_logits_that_are_not_finite_are_reported(value: float, tmp_path: P
 def test_a_selector_that_is_not_finite_is_reported_alone(value: float, tmp_path: Path) -> None:
     report = stages(corrupt(load(tmp_path), "candidate_selector.hidden_projection.weight", value))
     assert report == {"block forward": True, "draft logits": True, "candidate selector": False}
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["DFlashDraftModel"]}, {"is_causal": True}])
+def test_blocks_of_one_pass_do_not_see_each_other(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Sequences of other lengths, one of them empty and one forked, give what each gives alone."""
+    drafter = load(tmp_path, **changes)
+    states = [drafter.open() for _ in range(3)]
+    for state, count in zip(states, (40, 70, 0), strict=True):
+        features = mx.random.normal((count, 192), key=mx.random.key(count))
+        if count:
+            drafter.extend(state, Committed(0, mx.zeros(count, dtype=mx.int32), features))
+    states.append(states[0].fork())
+    drafter.extend(states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
+    anchors, counts = [3, 4, 5, 6], [5, 2, 1, 3]
+    together = drafter.propose(
+        [Ask(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
+    )
+    for state, anchor, count, proposal in zip(states, anchors, counts, together, strict=True):
+        alone = one_draft.propose(drafter, state, anchor, 5, greedy)
+        assert proposal.tokens.tolist() == alone.tokens.tolist()[:count]
+        assert proposal.candidates.tolist() == alone.candidates.tolist()[:count]
+
+
+def test_flags_name_the_sequence_that_is_broken(tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+    good, bad = drafter.open(), drafter.open()
+    for state, features in ((good, mx.ones((5, 192))), (bad, mx.full((5, 192), mx.nan))):
+        drafter.extend(state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
+    proposals = drafter.propose([Ask(state, 3, 2, greedy) for state in (good, bad)])
+    assert [[flag.item() for flag in proposal.finite.values()] for proposal in proposals] == [
+        [True] * 3,
+        [False] * 3,
+    ]

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from one_draft import propose
 from tiny_eagles import (
     DRAFT_IDS,
     Tensors,
@@ -56,7 +57,7 @@ def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[li
         scores.append(values.tolist())
         return ids[0], None
 
-    return drafter.propose(state, 7, 3, choose).candidates.tolist(), scores
+    return propose(drafter, state, 7, 3, choose).candidates.tolist(), scores
 
 
 @pytest.fixture(scope="module")

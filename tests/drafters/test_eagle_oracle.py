@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.run import launcher
+from one_draft import propose
 from oracles.eagle_numpy import EagleOracle
 from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, midlayer, speculators, write_eagle
 from tiny_models import CONFIGS, tiny_target
@@ -68,7 +69,7 @@ def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
         seen: list[np.ndarray] = []
         # The library ends its texts with zeros, which stand for no token that came.
         forced = [*tokens[done + 1 :], *[0] * steps][:steps]
-        drafter.propose(state, tokens[done], steps, watched(seen, forced))
+        propose(drafter, state, tokens[done], steps, watched(seen, forced))
         for step, row in enumerate(seen[:agreeing]):
             kept = np.isfinite(row[ids])
             assert kept.sum() == 16
@@ -88,7 +89,7 @@ def run_rounds(drafter: ChainDrafter, oracle: EagleOracle, sizes: list[int]) -> 
         drafter.extend(state, Committed(done, piece, mx.array(taps[done : done + size])))
         done += size
         seen: list[np.ndarray] = []
-        proposal = drafter.propose(state, tokens[done], COUNT, watched(seen))
+        proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
         expected, logits = oracle.chain(taps[:done], tokens[1 : done + 1], COUNT)
         assert proposal.tokens.tolist() == expected
         scale = np.abs(logits).max()
@@ -157,7 +158,7 @@ def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
     taps = mx.concatenate([rows[:, 64:], rows[:, 64:], rows[:, :64]], axis=-1)
     state, seen = drafter.open(), list[np.ndarray]()
     drafter.extend(state, Committed(0, ids, target.forward([(target.open(), ids)], drafter.taps).taps))
-    proposal = drafter.propose(state, 30, COUNT, watched(seen))
+    proposal = propose(drafter, state, 30, COUNT, watched(seen))
     arrays = {name: np.array(value) for name, value in tensors.items()}
     embedding = np.array(target.embed(mx.arange(96)))
     oracle = EagleOracle(config, arrays, embedding, arrays["lm_head.weight"], DRAFT_IDS)
@@ -175,9 +176,9 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
     def drafts() -> list[int]:
         state = drafter.open()
         drafter.extend(state, Committed(0, tokens[:20], taps[:20]))
-        mx.eval(drafter.propose(state, 25, 2, watched([])).tokens)
+        mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
         drafter.extend(state, Committed(20, tokens[20:], taps[20:]))
-        return drafter.propose(state, 31, 5, watched([])).tokens.tolist()
+        return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()
     with launching(launcher), using("native"):

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from one_draft import propose
 from scripted_drafters import mixture, plain, right_then_wrong, run
 from steered import Steered, assert_like_fresh, fresh_state, go_on
 from tiny_heads import head_tensors, write_layout
@@ -145,7 +146,7 @@ def test_rewinding_asks_for_a_row_again_only_where_its_hidden_state_is_gone(rewo
     taps = target.forward([(target.open(), mx.array(TOKENS[:26], dtype=mx.int32))], drafter.taps).taps
     state = drafter.open()
     drafter.extend(state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), taps[:21]))
-    drafter.propose(state, TOKENS[21], 2, greedy)
+    propose(drafter, state, TOKENS[21], 2, greedy)
     drafter.extend(state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), taps[21:]))
     assert state.context.cursor == 20
     again = drafter.rewind(state, rewound)
@@ -166,7 +167,7 @@ def test_gaps_overlaps_and_depths_are_refused(heads: Any) -> None:
             drafter.extend(state, Committed(position, mx.array([1], dtype=mx.int32), rows))
     for count in (0, 8):
         with pytest.raises(RequestError, match="1 to 7"):
-            drafter.propose(state, 3, count, greedy)
+            propose(drafter, state, 3, count, greedy)
     assert_like_fresh(drafter, target, state, TOKENS[:6])
 
 
@@ -178,7 +179,7 @@ def test_a_fork_goes_its_own_way(heads: Any) -> None:
         text = [*TOKENS[:30], token, 5]
         rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
         drafter.extend(state, Committed(30, mx.array([token], dtype=mx.int32), rows.taps[30:]))
-        drafter.propose(state, 5, 3, greedy)
+        propose(drafter, state, 5, 3, greedy)
     assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
     assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
 
@@ -187,8 +188,12 @@ def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     expected = plain(target, Request(TOKENS[:40], 30, sampling=REJECTION)).text
     assert run(Engine(target, drafter), Request(TOKENS[:40], 30, 4, REJECTION)).text == expected
-    proposal = drafter.propose(
-        fresh_state(drafter, target, TOKENS[:20]), TOKENS[20], 5, rule_for(REJECTION, target.vocab_size).choose
+    proposal = propose(
+        drafter,
+        fresh_state(drafter, target, TOKENS[:20]),
+        TOKENS[20],
+        5,
+        rule_for(REJECTION, target.vocab_size).choose,
     )
     assert proposal.probabilities is not None
     assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.run import launcher
+from one_draft import propose
 from oracles.mtp_numpy import MTPOracle
 from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
@@ -47,7 +48,7 @@ def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> No
         drafter.extend(state, Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), taps))
         done += size
         seen: list[np.ndarray] = []
-        proposal = drafter.propose(state, tokens[done], COUNT, watched(seen))
+        proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
         expected, logits = oracle.chain(hidden[:done], tokens[1 : done + 1], COUNT)
         assert proposal.tokens.tolist() == expected
         scale = np.abs(logits).max()
@@ -115,9 +116,9 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
     def drafts() -> list[int]:
         state = drafter.open()
         drafter.extend(state, Committed(0, tokens[:20], taps[:20]))
-        mx.eval(drafter.propose(state, 25, 2, watched([])).tokens)
+        mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
         drafter.extend(state, Committed(20, tokens[20:], taps[20:]))
-        return drafter.propose(state, 31, 5, watched([])).tokens.tolist()
+        return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()
     with launching(launcher), using("native"):

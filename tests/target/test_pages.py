@@ -1,12 +1,14 @@
 """Pages: sharing, copy-on-write, rewinding, growth and running out."""
 
+from contextlib import suppress
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_models import tiny_target
 
 from mlx_spec.errors import ContextFull, PositionError
-from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
+from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence, rooms
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 4
 PREFIX = [int(t) for t in np.random.default_rng(0).integers(0, 96, 45)]
@@ -216,3 +218,29 @@ def test_forks_of_a_target_decode_like_unshared_sequences() -> None:
     assert len({tuple(contents(f)[-1].ravel()) for f in forks}) == 4
     # The full page is held once; each fork has its own second and third page, and the prefix its second.
     assert target.pool.pages_in_use == 1 + 4 * 2 + 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sequences_have_room_for_what_they_are_told_and_the_pool_for_no_more(seed: int) -> None:
+    """Sequences with shared and own pages, in pools that are nearly full."""
+    random = np.random.default_rng(seed)
+    pool = make_pool(max_pages=int(random.integers(3, 9)))
+    sequences = [Sequence(pool)]
+    sequences[0].append(some_rows(int(random.integers(1, 64)), seed))
+    for _ in range(3):
+        fork = sequences[int(random.integers(0, len(sequences)))].fork()
+        with suppress(ContextFull):
+            fork.append(some_rows(int(random.integers(1, 20)), seed))
+        sequences.append(fork)
+    found = rooms(sequences, 16)
+    for sequence, room in zip(sequences, found, strict=True):
+        if room:
+            sequence.append(some_rows(room, seed))
+    for sequence, room in zip(sequences, found, strict=True):
+        if room < 16:
+            with pytest.raises(ContextFull):
+                sequence.append(some_rows(16 - room, seed))
+
+
+def test_no_sequences_have_no_room() -> None:
+    assert rooms([], 16) == []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from one_draft import block, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
@@ -69,10 +70,10 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
                 on_rows=lambda passed, ids, state=state: drafter.extend(state, Committed(0, ids, passed.taps)),
             )
             count = int(rows[n, a].item())
-            alone = drafter.block(state, prefix[-1], count)
+            alone = block(drafter, state, prefix[-1], count)
             np.testing.assert_allclose(np.array(hidden[n, a, :count]), np.array(alone), atol=2e-4)
             if n == a == 0:
-                proposal = drafter.propose(state, prefix[-1], 7, lambda at, ids, s: (ids[mx.argmax(s)], None))
+                proposal = propose(drafter, state, prefix[-1], 7, lambda at, ids, s: (ids[mx.argmax(s)], None))
                 assert proposal.tokens.tolist() == paths[0].tolist()
 
 
@@ -121,7 +122,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         sequence, row, drafter.taps, on_rows=lambda p, ids: drafter.extend(state, Committed(0, ids, p.taps))
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = drafter.propose(state, int(replies.tokens[20]), 7, choose).tokens.tolist()
+    drafted = propose(drafter, state, int(replies.tokens[20]), 7, choose).tokens.tolist()
     assert set(drafted) <= set(config["dflash_config"]["draft_token_ids"])
 
 

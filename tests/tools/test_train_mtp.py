@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from one_draft import propose
 from test_train_drafter import random_replies
 from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, tiny_model, tiny_target
@@ -49,7 +50,7 @@ def test_the_training_forward_is_the_shipped_forward(family: str, tmp_path: Path
                 into.append((np.array(ids), np.array(scores)))
                 return mx.array(int(gold[n, position])), None
 
-            drafter.propose(state, int(gold[n, row + 1]), STEPS, follow)
+            propose(drafter, state, int(gold[n, row + 1]), STEPS, follow)
             for step, (ids, scores) in enumerate(seen):
                 np.testing.assert_allclose(logits[step, n, row][ids], scores, atol=2e-3)
 
@@ -116,5 +117,5 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         sequence, row, drafter.taps, on_rows=lambda p, ids: drafter.extend(state, Committed(0, ids, p.taps))
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = drafter.propose(state, int(replies.tokens[20]), 3, choose).tokens.tolist()
+    drafted = propose(drafter, state, int(replies.tokens[20]), 3, choose).tokens.tolist()
     assert drafted == replies.tokens[21:24].tolist()

@@ -32,9 +32,10 @@ class ContextWriter:
             skipped = count - context.keep
             context.start_at(position + skipped, capture=position)
             position, features = position + skipped, features[skipped:]
-        context.append(position, self._rows(features, position))
+        context.append(position, self.rows(features, position))
 
-    def _rows(self, features: mx.array, position: int) -> mx.array:
+    def rows(self, features: mx.array, position: int) -> mx.array:
+        """Return the context keys and values [n, layers, 2, KV, D] of rows at ``position`` ff."""
         count, layers = features.shape[0], len(self.model.layers)
         projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)
         positions = mx.arange(position, position + count, dtype=mx.int32)

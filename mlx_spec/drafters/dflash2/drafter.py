@@ -3,16 +3,17 @@
 Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
-from metal_kernels import Cached, attention_rows, topk_rows
+from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
 from mlx_spec.config_file import read_config as read_config_file
-from mlx_spec.drafters.base import Choose, Committed, Proposal
+from mlx_spec.drafters.base import Ask, Committed, Proposal
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
-from mlx_spec.drafters.context import PAGE_SLOTS, ContextKV
+from mlx_spec.drafters.context import ContextKV, context_pool, pages_of
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
 from mlx_spec.drafters.dflash2.context import ContextWriter
@@ -36,75 +37,95 @@ class DFlash2Drafter:
         self.taps = config.target_layer_ids
         self.max_draft = config.block_size - 1
         self.walk = walk
+        self._waiting = 0
         self.writer = ContextWriter(model)
         self.mask = target.embed(mx.array([config.mask_token_id]))
         self._embed = target.embed
         self._ids = None if config.draft_token_ids is None else mx.array(config.draft_token_ids)
-        shape = (1, PAGE_SLOTS, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        nothing = mx.zeros((1, 1), dtype=mx.int32), mx.zeros((1,), dtype=mx.int32)
-        self._no_context = mx.zeros(shape, dtype=target.dtype), *nothing
+        nothing = mx.zeros((1, len(self.taps) * target.hidden_size), dtype=target.dtype)
+        self.pool = context_pool(self.writer.rows(nothing, 0))
         self._head = target.logits if self._ids is None else target.head_for(self._ids)
 
-    def open(self) -> ContextKV:
-        """Return the state for an empty sequence."""
-        return ContextKV(self.config.context_window)
+    def open(self, position: int = 0) -> ContextKV:
+        """Return the state for a sequence whose context begins at ``position``."""
+        return ContextKV(self.pool, self.config.context_window, position)
 
     def extend(self, state: ContextKV, rows: Committed) -> None:
         """Write context keys and values of committed rows. Raises PositionError for a gap or an overlap."""
         self.writer.write(state, rows.position, rows.taps)
-        # Otherwise the features of a long prompt would be held until the first draft.
-        mx.async_eval(state.rows)
+        self._waiting += rows.tokens.size
+        if self._waiting > MAX_ROWS:
+            # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
+            mx.async_eval(self.pool.data)
+            self._waiting = 0
 
-    def propose(self, state: ContextKV, anchor: int, count: int, choose: Choose) -> Proposal:
-        """Draft the ``count`` tokens behind the anchor, which stands at the context's cursor."""
-        if not 1 <= count <= self.max_draft:
-            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
-        hidden = self.block(state, anchor, count + 1)[1:]
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        """Draft the tokens behind all anchors in one block forward, whose blocks are as long as the longest ask's.
+
+        Raises RequestError for a count outside 1 to ``max_draft``.
+        """
+        for ask in asks:
+            if not 1 <= ask.count <= self.max_draft:
+                raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {ask.count}.")
+        most = max((ask.count for ask in asks), default=0)
+        if not most:
+            return []
+        hidden = self.block([ask.state for ask in asks], [ask.anchor for ask in asks], most + 1)[:, 1:]
         logits = self._head(hidden)
-        unary, ids, finite_logits = topk_rows(logits, self.config.selector_top_k)
+        unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
         candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
-        tokens, probabilities = self.walk(selector, candidates, anchor, state.cursor, choose)
-        finite = {"block forward": mx.all(mx.isfinite(hidden)), "draft logits": finite_logits}
+        # Of several sequences each has its own flags.
+        of_logits = are_finite[None] if len(asks) == 1 else finite_blocks(logits)
+        finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
         if selector is not None:
-            finite["candidate selector"] = mx.all(mx.isfinite(candidates.gates))
-        return Proposal(tokens, candidates.ids, probabilities, finite)
+            finite["candidate selector"] = finite_blocks(candidates.gates)
+        return self.walk(selector, candidates, asks, [ask.state.cursor for ask in asks], finite)
 
     def rewind(self, state: ContextKV, position: int) -> int:
         """Forget context from ``position`` on; ahead of the cursor there is nothing to forget."""
         state.rewind(position)
         return state.cursor
 
-    def block(self, state: ContextKV, anchor: int, rows: int) -> mx.array:
-        """Run the block forward: final-normed hidden states [rows, H], the anchor's first."""
-        embedded = mx.concatenate([self._embed(mx.array([anchor])), *[self.mask] * (rows - 1)])
+    def block(self, states: Sequence[ContextKV], anchors: Sequence[int], rows: int) -> mx.array:
+        """Run the block forward of N sequences: final-normed hidden states [N, rows, H], the anchors' first."""
+        embedded = self._embed(mx.array(list(anchors)))[:, None]
+        masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
         scale = self.config.input_embedding_scale
-        x = embedded if scale == 1.0 else embedded * scale
+        x = mx.concatenate([embedded, masks], axis=1)
+        x = x if scale == 1.0 else x * scale
 
-        pool, pages, length = state.pages() if state.cursor > state.base else self._no_context
-        cached = Cached(pages, length, (rows,))
+        pool, pages, lengths = pages_of(states)
+        cached = Cached(pages, lengths, (rows,) * len(states))
 
         def attend(layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-            return attention_rows(
-                queries[0],
-                keys[0],
-                values[0],
+            attended = attention_rows(
+                queries.flatten(0, 1),
+                keys.flatten(0, 1),
+                values.flatten(0, 1),
                 pool,
                 layer,
                 cached,
                 scale=self.config.head_dim**-0.5,
                 window=self.config.windows[layer],
                 block=not self.config.causal[layer],
-                slot_major=True,
-            )[None]
+            )
+            return attended.reshape(queries.shape)
 
-        return self.model(x[None], state.cursor, attend)[0]
+        # One position for all spares the device an array.
+        cursors = [state.cursor for state in states]
+        return self.model(x, cursors[0] if len(cursors) == 1 else mx.array(cursors, dtype=mx.int32), attend)
 
     def _transform(self, unary: mx.array) -> mx.array:
         unary = unary * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return unary if cap is None else mx.tanh(unary / cap) * cap
+
+
+def finite_blocks(x: mx.array) -> mx.array:
+    """Whether all numbers of each block are finite: [N, ...] to bool [N]."""
+    return mx.all(mx.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
 def load_dflash2(folder: Path, target: Target, name: str, unpack: bool = False) -> DFlash2Drafter:

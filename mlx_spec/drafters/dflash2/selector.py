@@ -6,6 +6,7 @@ The walk starts at the anchor and picks row by row. It runs inside the graph; ``
 over host arrays. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ import numpy as np
 from mlx import nn
 
 from metal_kernels import module_rows
-from mlx_spec.drafters.base import Choose, stack_drawn
+from mlx_spec.drafters.base import Ask, Proposal, stack_drawn
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 
 
@@ -29,10 +30,10 @@ class CandidateSelector(nn.Module):
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best K tokens of every mask row.
+    """The best K tokens of every mask row of N blocks.
 
-    ids: [k, K] int32, best first. unary: [k, K] float32, their transformed logits. gates: [k, R] float32 and
-    successors: [k, K, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
+    ids: [N, k, K] int32, best first. unary: [N, k, K] float32, their transformed logits. gates: [N, k, R] float32
+    and successors: [N, k, K, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
     """
 
     ids: mx.array
@@ -44,51 +45,76 @@ class Candidates:
 def gather_candidates(
     selector: CandidateSelector | None, hidden: mx.array, ids: mx.array, unary: mx.array
 ) -> Candidates:
-    """Look up what the walk needs. hidden: [k, H], ids and unary: [k, K]. Scores are kept in float32."""
+    """Look up what the walk needs. hidden: [N, k, H], ids and unary: [N, k, K]. Scores are kept in float32."""
     unary = unary.astype(mx.float32)
     if selector is None:
-        return Candidates(ids, unary, mx.zeros((ids.shape[0], 0)), mx.zeros((*ids.shape, 0)))
+        return Candidates(ids, unary, mx.zeros((*ids.shape[:2], 0)), mx.zeros((*ids.shape, 0)))
     gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
     return Candidates(ids, unary, gates, selector.successor_codebook(ids).astype(mx.float32))
 
 
 def walk(
-    selector: CandidateSelector | None, candidates: Candidates, anchor: int, position: int, choose: Choose
-) -> tuple[mx.array, mx.array | None]:
-    """Pick one candidate per row, inside the graph.
+    selector: CandidateSelector | None,
+    candidates: Candidates,
+    asks: Sequence[Ask],
+    positions: Sequence[int],
+    finite: Mapping[str, mx.array],
+) -> list[Proposal]:
+    """Pick one candidate per row of each block, inside the graph.
 
-    ``position`` is that of the anchor. Returns tokens [k] int32, and the probabilities [k, K] that ``choose`` drew
-    from, or None when it drew from none.
+    positions: of the anchors. finite: by stage of the pass, bool [N], see Proposal.
     """
-    previous, path, drawn_from = mx.array(anchor), [], []
-    for t in range(candidates.ids.shape[0]):
-        scores = candidates.unary[t]
+    previous = mx.array([ask.anchor for ask in asks])
+    paths: list[list[mx.array]] = [[] for _ in asks]
+    drawn_from: list[list[mx.array | None]] = [[] for _ in asks]
+    for t in range(candidates.ids.shape[1]):
+        scores = candidates.unary[:, t]
         if selector is not None:
-            edge = selector.predecessor_codebook(previous[None])[0].astype(mx.float32) * candidates.gates[t]
-            scores = scores + candidates.successors[t] @ edge
-        previous, probabilities = choose(position + 1 + t, candidates.ids[t], scores)
-        path.append(previous)
-        drawn_from.append(probabilities)
-    return mx.stack(path).astype(mx.int32), stack_drawn(drawn_from)
+            edge = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[:, t]
+            scores = scores + (candidates.successors[:, t] @ edge[..., None])[..., 0]
+        for n, ask in enumerate(asks):
+            if t < ask.count:
+                token, probabilities = ask.choose(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
+                paths[n].append(token)
+                drawn_from[n].append(probabilities)
+        previous = mx.stack([path[-1] for path in paths])
+    return [
+        Proposal(
+            mx.stack(path).astype(mx.int32),
+            candidates.ids[n, : len(path)],
+            stack_drawn(drawn),
+            {stage: flags[n] for stage, flags in finite.items()},
+        )
+        for n, (path, drawn) in enumerate(zip(paths, drawn_from, strict=True))
+    ]
 
 
 def walk_on_host(
-    selector: CandidateSelector | None, candidates: Candidates, anchor: int, position: int, choose: Choose
-) -> tuple[mx.array, mx.array | None]:
+    selector: CandidateSelector | None,
+    candidates: Candidates,
+    asks: Sequence[Ask],
+    positions: Sequence[int],
+    finite: Mapping[str, mx.array],
+) -> list[Proposal]:
     """Do what ``walk`` does over host arrays: one synchronisation before it, then 17 short rows a step.
 
     Slower than ``walk`` wherever the host has to wait for the device, so it is not the default.
     """
     ids, unary = np.array(candidates.ids), np.array(candidates.unary)
     gates, successors = np.array(candidates.gates), np.array(candidates.successors)
-    previous, path, drawn_from = anchor, [], []
-    for t in range(ids.shape[0]):
-        scores = unary[t]
-        if selector is not None:
-            row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
-            scores = scores + successors[t] @ (row * gates[t])
-        token, probabilities = choose(position + 1 + t, mx.array(ids[t]), mx.array(scores))
-        previous = int(np.array(token))
-        path.append(previous)
-        drawn_from.append(probabilities)
-    return mx.array(path, dtype=mx.int32), stack_drawn(drawn_from)
+    proposals = []
+    for n, ask in enumerate(asks):
+        previous, path, drawn_from = ask.anchor, [], []
+        for t in range(ask.count):
+            scores = unary[n, t]
+            if selector is not None:
+                row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
+                scores = scores + successors[n, t] @ (row * gates[n, t])
+            token, probabilities = ask.choose(positions[n] + 1 + t, mx.array(ids[n, t]), mx.array(scores))
+            previous = int(np.array(token))
+            path.append(previous)
+            drawn_from.append(probabilities)
+        tokens = mx.array(path, dtype=mx.int32)
+        flags = {stage: flag[n] for stage, flag in finite.items()}
+        proposals.append(Proposal(tokens, candidates.ids[n, : ask.count], stack_drawn(drawn_from), flags))
+    return proposals

@@ -1,0 +1,132 @@
+"""The part of one generation in a round: its drafts, how they are judged, and what the host reads of that."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.drafters.base import Ask, Proposal
+from mlx_spec.errors import NonFiniteError
+from mlx_spec.logprobs import RowLogprobs
+from mlx_spec.request import Generation, Round
+from mlx_spec.statistics import Statistics
+
+NOTHING = Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
+
+
+@dataclass(eq=False)
+class Lane:
+    """The part of one generation in a round.
+
+    count, statistics: the generation's number of tokens and its counters before the round. outcome: see accept.
+    answers: int32 [k + 1], what each row says by its full logits, where these have the last word.
+    logprobs: of what the rows say, where they are asked for.
+    error: what went wrong in this lane alone; then the generation stays as it is.
+    """
+
+    generation: Generation
+    count: int
+    statistics: Statistics
+    proposal: Proposal = NOTHING
+    outcome: mx.array | None = None
+    answers: mx.array | None = None
+    logprobs: RowLogprobs | None = None
+    done: Round = field(default_factory=lambda: Round([], 0))
+    error: Exception | None = None
+
+    @staticmethod
+    def of(generation: Generation) -> "Lane":
+        """Begin a round of a generation."""
+        return Lane(generation, len(generation.tokens), generation.statistics.copy())
+
+    @property
+    def rows(self) -> mx.array:
+        """The anchor and the drafts: [k + 1] int32."""
+        anchor = mx.array(self.generation.tokens[-1:], dtype=mx.int32)
+        return mx.concatenate([anchor, self.proposal.tokens])
+
+    @property
+    def depth(self) -> int:
+        """How many tokens were drafted."""
+        return self.proposal.tokens.size
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the host reads of the lane."""
+        results = [array for array in (self.outcome, self.answers) if array is not None]
+        return results + (self.logprobs.arrays if self.logprobs else [])
+
+    def ask(self, count: int) -> Ask:
+        """Return the lane's wish for ``count`` drafts."""
+        generation = self.generation
+        return Ask(generation.drafting, generation.tokens[-1], count, generation.rule.choose)
+
+    def judge(self, logits: mx.array, answering: bool) -> None:
+        """Let the generation's rule judge the drafts by the logits [k + 1, V] of the lane's rows."""
+        generation, drafts = self.generation, self.proposal.tokens
+        request, sampling = generation.request, generation.request.sampling
+        processed = sampling.processed(logits, generation.tokens, drafts)
+        flags = [*self.proposal.finite.values(), mx.all(mx.isfinite(logits))]
+        scores = sampling.filtered(processed)
+        self.outcome = generation.rule.accept(self.proposal, scores, len(generation.tokens) - 1, flags)
+        if answering:
+            self.answers = mx.argmax(processed, axis=-1).astype(mx.int32)
+        if answering or request.logprobs or request.top_logprobs:
+            said = said_by_rows(self.outcome, self.depth) if self.answers is None else self.answers
+            self.logprobs = RowLogprobs.of(processed, said, request.top_logprobs)
+
+    @contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """Keep an exception for this lane's round, so that the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
+
+def said_by_rows(outcome: mx.array, k: int) -> mx.array:
+    """Return the token of each row by what was accepted: [k + 1] int32; rows behind the last one say anything."""
+    drafts, count, following = outcome[:k], outcome[k], outcome[k + 1 : k + 2]
+    return mx.where(mx.arange(k + 1) == count, following, mx.concatenate([drafts, following]))
+
+
+def up_to_difference(said: list[int], answers: list[int]) -> list[int]:
+    """Return tokens up to the first that is not the row's answer, which takes its place."""
+    differs = next(
+        (i for i, (token, answer) in enumerate(zip(said, answers, strict=False)) if token != answer), None
+    )
+    return said if differs is None else [*said[:differs], answers[differs]]
+
+
+def only(rounds: Sequence[Round]) -> Round:
+    """Return the one round there is, or raise its error."""
+    (done,) = rounds
+    if done.error is not None:
+        raise done.error
+    return done
+
+
+def wait(*arrays: mx.array) -> float:
+    """Wait until arrays are computed and return the seconds that took."""
+    started = time.perf_counter()
+    mx.eval(*arrays)
+    return time.perf_counter() - started
+
+
+def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[int], int, int]:
+    """Read back a round: drafts, how many stand, the token behind them.
+
+    Raises NonFiniteError naming the first stage that produced NaN or infinity.
+    """
+    values = [int(v) for v in np.array(outcome)]
+    k = proposal.tokens.size
+    for stage, finite in zip([*proposal.finite, "target logits"], values[k + 2 :], strict=True):
+        if not finite:
+            raise NonFiniteError(
+                f"The {stage} at position {position} holds NaN or infinity, so no token can be taken from it. "
+                "Load the model in bfloat16 or float32, and check its weights."
+            )
+    return values[:k], values[k], values[k + 1]

@@ -1,0 +1,60 @@
+"""Log-probabilities of what a round's rows say, from their full logits and in one fixed order of sums.
+
+They are those of the distribution behind bias and penalties and before temperature and filters, as in mlx-lm.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import logprob_rows, topk_rows
+
+MOST_TOP = 16
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one token. logprob: its own. top: (token, log-probability) of the likeliest ones, the best first.
+
+    all: [V] float32, of every token, computed when it is read.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+    all: mx.array
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Of R rows, lazy. total: log-sum-exp [R]. chosen: [R], of each row's token. top_ids, top_values: [R, K]."""
+
+    logits: mx.array
+    total: mx.array
+    chosen: mx.array
+    top_ids: mx.array
+    top_values: mx.array
+
+    @staticmethod
+    def of(logits: mx.array, tokens: mx.array, top: int) -> "RowLogprobs":
+        """Take rows [R, V] that say ``tokens`` [R] int32, and the ``top`` likeliest of each, 0 to 16."""
+        total, _ = logprob_rows(logits, tokens)
+        # One subtraction for every use, so that a token has one log-probability.
+        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(mx.float32) - total
+        values, ids, _ = topk_rows(logits, max(top, 1))
+        return RowLogprobs(logits, total, chosen, ids[:, :top], values[:, :top].astype(mx.float32))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that ``read`` reads back, for ``mx.eval``."""
+        return [self.total, self.chosen, self.top_ids, self.top_values]
+
+    def read(self, count: int) -> list[TokenLogprobs]:
+        """Return those of the first ``count`` rows."""
+        total, chosen, ids, values = (np.array(array[:count]) for array in self.arrays)
+        found = []
+        for row in range(count):
+            best = zip(ids[row].tolist(), (values[row] - total[row]).tolist(), strict=True)
+            whole = self.logits[row].astype(mx.float32) - self.total[row]
+            found.append(TokenLogprobs(float(chosen[row]), list(best), whole))
+        return found

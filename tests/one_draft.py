@@ -1,0 +1,20 @@
+"""A draft pass over a single sequence."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.drafters.base import Ask, Choose, Drafter, Proposal
+from mlx_spec.drafters.context import ContextKV
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+
+
+def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+    """Draft ``count`` tokens behind the anchor of one sequence."""
+    (proposal,) = drafter.propose([Ask(state, anchor, count, choose)])
+    return proposal
+
+
+def block(drafter: DFlash2Drafter, state: ContextKV, anchor: int, rows: int) -> mx.array:
+    """Run the block forward of one sequence: [rows, H]."""
+    return drafter.block([state], [anchor], rows)[0]
