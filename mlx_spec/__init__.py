@@ -5,6 +5,9 @@ for response in stream_generate(engine, tokenizer, prompt, max_tokens=100):
     print(response.text, end="")
 """
 
+from mlx_spec.best_branch import BestBranch as BestBranch
+from mlx_spec.best_branch import Branch as Branch
+from mlx_spec.best_branch import best_branch as best_branch
 from mlx_spec.engine import Engine as Engine
 from mlx_spec.errors import MlxSpecError as MlxSpecError
 from mlx_spec.generation import GenerationResponse as GenerationResponse

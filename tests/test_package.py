@@ -14,11 +14,14 @@ import mlx_spec
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mlx_spec", "metal_kernels")
 NAMES = [
+    "BestBranch",
+    "Branch",
     "Engine",
     "GenerationResponse",
     "MlxSpecError",
     "Sampling",
     "Statistics",
+    "best_branch",
     "generate",
     "load",
     "stream_generate",
