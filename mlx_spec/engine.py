@@ -124,14 +124,16 @@ class Engine:
         fork = Generation(
             request,
             generation.sequence.fork(),
-            None if generation.drafting is None else generation.drafting.fork(),
+            None,
             rule_for(request.sampling, self.target.vocab_size),
             self._policy(request.num_draft_tokens) if changed else deepcopy(generation.policy),
             list(generation.tokens),
             generation.statistics.copy(),
             last_turn=generation.last_turn,
         )
-        self._remember(fork)
+        if generation.drafting is not None and fork.may_draft:
+            fork.drafting = generation.drafting.fork()
+            self._remember(fork)
         return fork
 
     def close(self, generation: Generation) -> None:
@@ -144,20 +146,22 @@ class Engine:
         generation = Generation(
             request,
             self.target.open(),
-            self.drafter.open() if self.drafter else None,
+            None,
             rule_for(request.sampling, self.target.vocab_size),
             self._policy(request.num_draft_tokens),
             list(request.prompt),
             Statistics(exactness=self.exactness),
             last_turn=self._turns,
         )
-        self._remember(generation)
         started = time.perf_counter()
         try:
+            if self.drafter is not None and generation.may_draft:
+                generation.drafting = self.drafter.open()
+                self._remember(generation)
             self.target.prefill(
                 generation.sequence,
                 request.prompt[:-1],
-                self.taps,
+                self._taps_for([generation]),
                 request.prefill_step_size,
                 on_rows=lambda rows, tokens: self._extend(generation, rows, tokens),
                 on_progress=request.on_progress,
@@ -215,7 +219,8 @@ class Engine:
         mx.async_eval(*drafts)
         rows = [lane.rows for lane in lanes]
         verified = self.target.forward(
-            [(lane.generation.sequence, tokens) for lane, tokens in zip(lanes, rows, strict=True)], self.taps
+            [(lane.generation.sequence, tokens) for lane, tokens in zip(lanes, rows, strict=True)],
+            self._taps_for([lane.generation for lane in lanes]),
         )
         logits = verified.split(self.target.logits(verified.hidden))
         for lane, scored in zip(lanes, logits, strict=True):
@@ -342,12 +347,15 @@ class Engine:
 
     def _extend(self, generation: Generation, rows: Pass, tokens: mx.array) -> None:
         """Show the drafter committed rows; where it remembers nothing, it begins with them."""
-        if self.drafter is not None:
+        if self.drafter is not None and generation.may_draft:
             position = generation.sequence.length - tokens.size
             if generation.drafting is None:
                 generation.drafting = self.drafter.open(position)
             self._remember(generation)
             self.drafter.extend(generation.drafting, Committed(position, tokens, rows.taps))
+
+    def _taps_for(self, generations: Sequence[Generation]) -> tuple[int, ...]:
+        return self.taps if any(generation.may_draft for generation in generations) else ()
 
     def _remember(self, generation: Generation) -> None:
         """Keep what the drafter knows of a generation, and drop what was not used for longest."""

@@ -65,6 +65,11 @@ class Generation:
         return (1 << 30) if limit < 0 else limit - (len(self.tokens) - len(self.request.prompt))
 
     @property
+    def may_draft(self) -> bool:
+        """Whether the request leaves room for drafts; plain decoding does nothing for a drafter."""
+        return self.request.num_draft_tokens != 0
+
+    @property
     def is_closed(self) -> bool:
         """Whether its pages were given back."""
         return self.sequence.length != len(self.tokens) - 1

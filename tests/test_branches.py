@@ -286,6 +286,25 @@ def test_a_fork_goes_on_behind_the_end_of_a_finished_generation() -> None:
     engine.close(longer)
 
 
+def test_plain_decoding_leaves_the_drafter_alone_and_a_fork_may_begin_to_draft(tmp_path: Path) -> None:
+    target, drafter = target_of("llama"), drafter_of("dflash2", "llama", tmp_path)
+    engine = Engine(target, drafter)
+    plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
+    engine.step(plainly)
+    assert plainly.drafting is None and drafter.pool.pages_in_use == 0
+    drafted = engine.fork(plainly, num_draft_tokens=3)
+    engine.step([plainly, drafted])
+    assert drafted.drafting is not None and drafted.statistics.parked_rounds == 2
+    again = engine.fork(drafted, num_draft_tokens=0)
+    assert again.drafting is None
+    finish(engine, [plainly, drafted, again])
+    assert drafted.statistics.drafted and not plainly.statistics.drafted
+    for generation in (plainly, drafted, again):
+        assert generation.tokens == alone("llama", tuple(PROMPTS[1]), 0, 0)
+        engine.close(generation)
+    assert target.pool.pages_in_use == drafter.pool.pages_in_use == 0
+
+
 def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
