@@ -25,10 +25,22 @@ class AcceptRule(Protocol):
         """Draw the token for ``position`` among candidates ids [K] with scores [K]; see drafters.base.Choose."""
         ...
 
+    def noisy(self, scores: mx.array, position: int) -> mx.array | None:
+        """Return [k + 1, V] whose largest entries are what the target itself says, or None where it takes more."""
+        ...
+
     def accept(
-        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+        self,
+        proposal: Proposal,
+        scores: mx.array,
+        position: int,
+        flags: Sequence[mx.array] = (),
+        choices: mx.array | None = None,
     ) -> mx.array:
-        """Judge k drafts by the target's scores [k + 1, V]; the anchor stands at ``position``."""
+        """Judge k drafts by the target's scores [k + 1, V]; the anchor stands at ``position``.
+
+        choices: int32 [k + 1], the largest entries of ``noisy``, where they are known already.
+        """
         ...
 
 
@@ -56,11 +68,20 @@ class Greedy:
         """Return the best candidate."""
         return ids[mx.argmax(scores)], None
 
+    def noisy(self, scores: mx.array, position: int) -> mx.array:
+        """Return the scores: there is no noise."""
+        return scores
+
     def accept(
-        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+        self,
+        proposal: Proposal,
+        scores: mx.array,
+        position: int,
+        flags: Sequence[mx.array] = (),
+        choices: mx.array | None = None,
     ) -> mx.array:
         """Accept what equals the target's argmax."""
-        return accept_rows(proposal.tokens, argmax_rows(scores)[0], flags)
+        return accept_rows(proposal.tokens, argmax_rows(scores)[0] if choices is None else choices, flags)
 
 
 class Coupled:
@@ -80,13 +101,23 @@ class Coupled:
         shared = self._noise(position)[ids]
         return ids[mx.argmax(scores / self.temp + shared)], None
 
+    def noisy(self, scores: mx.array, position: int) -> mx.array:
+        """Add the noise of each row's position."""
+        self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
+        return scores + mx.stack([self._noise(position + 1 + j) for j in range(scores.shape[0])])
+
     def accept(
-        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+        self,
+        proposal: Proposal,
+        scores: mx.array,
+        position: int,
+        flags: Sequence[mx.array] = (),
+        choices: mx.array | None = None,
     ) -> mx.array:
         """Accept what equals the target's own draw."""
-        self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
-        shared = mx.stack([self._noise(position + 1 + j) for j in range(scores.shape[0])])
-        return accept_rows(proposal.tokens, argmax_rows(scores + shared)[0], flags)
+        if choices is None:
+            choices = argmax_rows(self.noisy(scores, position))[0]
+        return accept_rows(proposal.tokens, choices, flags)
 
     def _noise(self, position: int) -> mx.array:
         if position not in self._drawn:
@@ -110,8 +141,17 @@ class Rejection:
         drawn = mx.argmax(scores + noise.gumbel(self.seed, position, noise.DRAFT, ids.size))
         return ids[drawn], mx.softmax(scores)
 
+    def noisy(self, scores: mx.array, position: int) -> mx.array | None:
+        """Return nothing: what is said depends on what was drafted."""
+        return None
+
     def accept(
-        self, proposal: Proposal, scores: mx.array, position: int, flags: Sequence[mx.array] = ()
+        self,
+        proposal: Proposal,
+        scores: mx.array,
+        position: int,
+        flags: Sequence[mx.array] = (),
+        choices: mx.array | None = None,
     ) -> mx.array:
         """Accept each draft with min(1, p / q); behind the last one draw from what q did not cover."""
         drafts, k = proposal.tokens, proposal.tokens.size

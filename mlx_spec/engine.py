@@ -14,6 +14,7 @@ from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.accept import rule_for
 from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.errors import ContextFull, RequestError
+from mlx_spec.judge import judge, split
 from mlx_spec.lane import Lane, only, unpack, up_to_difference, wait
 from mlx_spec.logprobs import MOST_TOP
 from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
@@ -222,17 +223,16 @@ class Engine:
             [(lane.generation.sequence, tokens) for lane, tokens in zip(lanes, rows, strict=True)],
             self._taps_for([lane.generation for lane in lanes]),
         )
-        logits = verified.split(self.target.logits(verified.hidden))
-        for lane, scored in zip(lanes, logits, strict=True):
-            with lane.keeping_errors():
-                lane.judge(scored, answering)
+        logits = self.target.logits(verified.hidden)
+        judge(lanes, logits, answering)
         results = [array for lane in lanes for array in lane.arrays]
         verify_seconds = wait(*results, *verified.arrays)  # the round's one host synchronisation
 
+        of_lanes = split(lanes, logits)
         for index, lane in enumerate(lanes):
             if lane.error is None:
                 with lane.keeping_errors():
-                    self._take(lane, verified, index, rows[index], logits[index])
+                    self._take(lane, verified, index, rows[index], of_lanes[index])
                 if lane.error is not None:
                     self._take_back(lane)
         seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The part of one generation in a round: its drafts, how they are judged, and what the host reads of that."""
+"""The part of one generation in a round: its drafts, and what the host reads of how they were judged."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -64,20 +64,6 @@ class Lane:
         generation = self.generation
         return Ask(generation.drafting, generation.tokens[-1], count, generation.rule.choose)
 
-    def judge(self, logits: mx.array, answering: bool) -> None:
-        """Let the generation's rule judge the drafts by the logits [k + 1, V] of the lane's rows."""
-        generation, drafts = self.generation, self.proposal.tokens
-        request, sampling = generation.request, generation.request.sampling
-        processed = sampling.processed(logits, generation.tokens, drafts)
-        flags = [*self.proposal.finite.values(), mx.all(mx.isfinite(logits))]
-        scores = sampling.filtered(processed)
-        self.outcome = generation.rule.accept(self.proposal, scores, len(generation.tokens) - 1, flags)
-        if answering:
-            self.answers = mx.argmax(processed, axis=-1).astype(mx.int32)
-        if answering or request.logprobs or request.top_logprobs:
-            said = said_by_rows(self.outcome, self.depth) if self.answers is None else self.answers
-            self.logprobs = RowLogprobs.of(processed, said, request.top_logprobs)
-
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
         """Keep an exception for this lane's round, so that the others go on."""
@@ -85,12 +71,6 @@ class Lane:
             yield
         except Exception as error:
             self.error = error
-
-
-def said_by_rows(outcome: mx.array, k: int) -> mx.array:
-    """Return the token of each row by what was accepted: [k + 1] int32; rows behind the last one say anything."""
-    drafts, count, following = outcome[:k], outcome[k], outcome[k + 1 : k + 2]
-    return mx.where(mx.arange(k + 1) == count, following, mx.concatenate([drafts, following]))
 
 
 def up_to_difference(said: list[int], answers: list[int]) -> list[int]:

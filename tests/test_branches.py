@@ -38,6 +38,8 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
     Sampling(temp=0.8),
     Sampling(temp=1.1, top_p=0.9, top_k=24, presence_penalty=0.5, logit_bias={3: 4.0}),
+    # One token is left to draw, so that the draws are those of plain decoding.
+    Sampling(temp=0.8, top_k=1, accept="rejection"),
 ]
 COSTS = Costs({1: 10.0, 4: 11.0, 16: 16.0}, {1: 0.5, 7: 1.0})
 
@@ -184,6 +186,18 @@ def open_pair(engine: Engine, **options: Any) -> list[Generation]:
 def finish(engine: Engine, generations: list[Generation]) -> None:
     while any(generation.finish_reason is None for generation in generations):
         assert all(done.error is None for done in engine.step(generations))
+
+
+@pytest.mark.parametrize("order", [(0, 4), (4, 0), (2, 2), (0, 0), (4, 2, 1, 0), (3, 3), (1, 2, 4)])
+def test_rules_and_filters_of_one_pass_do_not_mix(order: tuple[int, ...]) -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    requests = [Request(PROMPTS[1], NEW_TOKENS, 2, sampling_of(index, seed)) for seed, index in enumerate(order)]
+    generations = [engine.start(request) for request in requests]
+    finish(engine, generations)
+    for seed, (index, generation) in enumerate(zip(order, generations, strict=True)):
+        assert generation.tokens == alone("llama", tuple(PROMPTS[1]), index, seed)
+        engine.close(generation)
 
 
 def test_what_fails_in_one_generation_stays_with_it() -> None:

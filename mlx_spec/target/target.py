@@ -56,12 +56,6 @@ class Pass:
         recurrent = tuple(past.without(refused) for past in self.recurrent[index : index + 1])
         return Pass(self.hidden[part], self.taps[part], self.kv[part], (count,), recurrent)
 
-    def split(self, of_rows: mx.array) -> list[mx.array]:
-        """Cut what was computed of each row, [R, ...], into the parts of the sequences."""
-        if len(self.counts) == 1:
-            return [of_rows]
-        return list(mx.split(of_rows, list(running(self.counts)[1:])))
-
     @property
     def arrays(self) -> list[mx.array]:
         """All that a drafter or a commit needs, for ``mx.eval``."""

@@ -1,5 +1,6 @@
 """The law through the kernels: whole generations whose every pass runs the ``.metal`` text."""
 
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ from scripted_drafters import Finished, ScriptedDrafter, always_right, plain, ri
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
+import mlx_spec.target.target
 from metal_kernels.launch import Kernel, Launcher, launching, noting_launches
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.engine import Engine, Request
@@ -80,6 +82,27 @@ def test_drafting_changes_no_token(
     if family == "qwen3_next":
         expected_kernels |= {"causal_conv_advance", "gated_delta_advance"}
     assert {kernel.name for kernel in launched} >= expected_kernels
+
+
+@pytest.mark.parametrize("family", ["llama_sliding", "qwen3_next"])
+def test_branches_change_no_token(family: str, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks in one draft pass and one verify pass, in the graph that serves however rows are shared out."""
+    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    monkeypatch.setattr(mx, "compile", lambda graph: graph)
+    target, seeds = target_of(family, None), [5, 6]
+    request = Request(PROMPT, 8, 3, Sampling(temp=0.9, seed=seeds[0]))
+    with launching(EMULATED):
+        alone = [plain(target, replace(request, sampling=Sampling(temp=0.9, seed=seed))).text for seed in seeds]
+        engine = Engine(target, load_dflash2(drafter_folder, target, "tiny drafter"))
+        first = engine.start(request)
+        branches = [first, engine.fork(first, seed=seeds[1])]
+        # Further rounds draft less, and every number of rows compiles anew.
+        for _ in range(2):
+            assert all(done.error is None for done in engine.step(branches))
+    for branch, text in zip(branches, alone, strict=True):
+        assert branch.tokens == text[: len(branch.tokens)]
+        engine.close(branch)
+    assert alone[0] != alone[1]
 
 
 @pytest.mark.parametrize(("family", "bits"), TARGETS)
