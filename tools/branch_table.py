@@ -85,9 +85,16 @@ class Run:
         return self.tokens / self.seconds
 
 
+def bytes_in_use(engine: Engine) -> int:
+    """Return all that MLX holds, without the free pages of the target's and the drafter's pool."""
+    pools = [engine.target.pool, *([engine.drafter.pool] if engine.drafter else [])]
+    free = sum(pool.data.nbytes - pool.pages_in_use * pool.page_bytes for pool in pools)
+    return mx.get_active_memory() - free
+
+
 def our_run(engine: Engine, request: Request, branches: int) -> Run:
     """Read the prefix, fork it, and decode all branches to their end."""
-    run, pool = Run(), engine.target.pool
+    run = Run()
     first = engine.start(request)
     generations: list[Generation] = [first, *(engine.fork(first, seed=seed) for seed in range(1, branches))]
     try:
@@ -100,8 +107,7 @@ def our_run(engine: Engine, request: Request, branches: int) -> Run:
                     raise done.error
         mx.synchronize()
         run.seconds = time.perf_counter() - started
-        run.pages = pool.pages_in_use
-        run.bytes = mx.get_active_memory() - pool.data.nbytes + run.pages * pool.page_bytes
+        run.pages, run.bytes = engine.target.pool.pages_in_use, bytes_in_use(engine)
         run.texts = [generation.tokens[len(request.prompt) :] for generation in generations]
     finally:
         for generation in generations:
@@ -127,7 +133,7 @@ def stock_run(engine: Engine, request: Request, branches: int) -> Run:
         mx.synchronize()
         started = time.perf_counter()
         while left:
-            run.bytes = max(run.bytes, mx.get_active_memory() - engine.target.pool.data.nbytes)
+            run.bytes = max(run.bytes, bytes_in_use(engine))
             responses = batch.next_generated()
             run.tokens += len(responses)
             left -= sum(response.finish_reason is not None for response in responses)
@@ -173,7 +179,9 @@ def measure(engine: Engine, request: Request, branches: list[int], repeats: int)
     equal = {
         lane: sum(a == b for a, b in zip(found, alone, strict=True)) for lane, found in texts.items() if found
     }
-    return {"rows": rows, "equal_texts": equal, "texts": len(alone)}
+    more = {lane: added(rows, lane, "mb") for lane in lanes}
+    pages = added(rows, "plain", "pages")
+    return {"rows": rows, "added_mb": more, "added_pages": pages, "equal_texts": equal, "texts": len(alone)}
 
 
 def alone_text(engine: Engine, request: Request, seed: int) -> list[int]:

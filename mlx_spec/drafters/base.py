@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_spec.target import PagePool
+
 Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
 """Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
 
@@ -70,9 +72,13 @@ class DrafterState(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens. ``taps``: which hidden states of the target it reads (see Target)."""
+    """Proposes tokens.
+
+    taps: which hidden states of the target it reads (see Target). pool: the pages that its states are held in.
+    """
 
     name: str
+    pool: PagePool
     taps: tuple[int, ...]
     max_draft: int
 
