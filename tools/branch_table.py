@@ -38,7 +38,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="demo", help="demo, a folder or a Hugging Face repo")
-    add("--drafter", default="auto", help="folder or repo of the drafter; auto: the model's own")
+    add("--drafter", default="auto", help="folder or repo of the drafter; auto: the model's own; none")
     add("--branches", type=int, nargs="+", default=[1, 2, 4, 8], help="branches of each row, at most 16")
     add("--prefix", type=int, default=1000, help="tokens that all branches share")
     add("--tokens", type=int, default=128, help="tokens of each branch")
@@ -216,7 +216,7 @@ def main() -> int:
     """Run the command; exit status 1 when a text differs, 2 when it could not run."""
     args = setup_arg_parser().parse_args()
     try:
-        engine, tokenizer = load(args.model, args.drafter, progress=True)
+        engine, tokenizer = load(args.model, None if args.drafter == "none" else args.drafter, progress=True)
         prompt = long_prompt(tokenizer, args.prefix)
         sampling = Sampling(temp=args.temp)
         request = Request(prompt, args.tokens, draft_tokens(args.draft_tokens), sampling)
