@@ -25,7 +25,14 @@ from mlx_spec.sampling import Sampling
 # All that changes anything; the rest builds graphs.
 FILES = {
     str(Path(mlx_spec.__file__).parent / name)
-    for name in ("engine.py", "statistics.py", "target/pages.py", "drafters/context.py", "drafters/chain.py")
+    for name in (
+        "engine.py",
+        "lane.py",
+        "statistics.py",
+        "target/pages.py",
+        "drafters/context.py",
+        "drafters/chain.py",
+    )
 }
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 65)]
 

@@ -14,7 +14,7 @@ from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.accept import rule_for
-from mlx_spec.drafters.base import Committed
+from mlx_spec.drafters.base import Ask, Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Request
@@ -277,3 +277,22 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
 
 def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
     return ids[mx.argmax(scores)], None
+
+
+def test_chains_of_one_pass_do_not_see_each_other(heads: Any) -> None:
+    """Sequences of other lengths and depths, one without rows and one forked: each drafts what it drafts alone."""
+    target, drafter = target_of("llama", None), heads("llama", None)
+    states = [fresh_state(drafter, target, TOKENS[:count]) for count in (40, 3, 1, 25)]
+    propose(drafter, states[3], TOKENS[25], 2, greedy)
+    rows = target.forward([(target.open(), mx.array(TOKENS[:28], dtype=mx.int32))], drafter.taps)
+    drafter.extend(states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.taps[25:]))
+    states += [states[0].fork(), drafter.open()]
+    asks = [
+        Ask(state, TOKENS[60 + n], count, greedy)
+        for n, (state, count) in enumerate(zip(states, (5, 1, 2, 3, 7, 4), strict=True))
+    ]
+    alone = [propose(drafter, ask.state.fork(), ask.anchor, ask.count, greedy) for ask in asks]
+    for together, single in zip(drafter.propose(asks), alone, strict=True):
+        assert together.tokens.tolist() == single.tokens.tolist()
+        assert together.candidates.tolist() == single.candidates.tolist()
+    assert alone[-1].tokens.size == 0 and alone[0].tokens.size == 5
