@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from scripted_drafters import plain
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
+from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_heads import head_tensors, write_layout
 from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
-from mlx_spec.errors import ContextFull, RequestError
+from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.policy import Costs
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
@@ -64,6 +66,10 @@ def drafter_of(kind: str, family: str, folder: Path) -> Drafter:
     if kind == "mtp":
         write_layout(folder, "sidecar", family, head_tensors(family, dtype=mx.bfloat16))
         return load_mtp(folder, target, "tiny head")
+    if kind == "windowed EAGLE":
+        made = eagle_config(family, 3, layer_types=["sliding_attention"], sliding_window=24)
+        write_eagle(folder, made, eagle_tensors(made, 3, ("fc",), dtype=mx.bfloat16))
+        return load_eagle(folder, target, "tiny head")
     if kind == "dflash2":
         config = dflash2_config()
         write_drafter(folder, config, random_tensors(config, dtype=mx.bfloat16))
@@ -234,6 +240,24 @@ def test_what_fails_in_one_generation_stays_with_it() -> None:
     assert target.pool.pages_in_use == 0
 
 
+def test_a_sequence_that_computes_nan_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    first, second = open_pair(engine, num_draft_tokens=2)
+    logits, rows = target.logits, mx.arange(6)[:, None]
+    monkeypatch.setattr(target, "logits", lambda hidden: mx.where(rows == 4, mx.nan, logits(hidden)))
+    before = list(second.tokens)
+    good, bad = engine.step([first, second])
+    monkeypatch.undo()
+    assert good.error is None and good.tokens
+    assert isinstance(bad.error, NonFiniteError) and "The target logits at position 32" in str(bad.error)
+    assert second.tokens == before and second.sequence.length == second.drafting.position == 32
+    finish(engine, [first, second])
+    for generation in (first, second):
+        assert generation.tokens == alone("llama", tuple(generation.request.prompt), 0, 0)
+        engine.close(generation)
+
+
 def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
     """Three pages for two sequences that need two each: the second waits until the first is closed."""
     target = tiny_target("llama", max_kv_size=96)
@@ -354,7 +378,8 @@ def test_one_host_synchronisation_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("llama_sliding", "scripted", 6),
         ("llama", "dflash2", 3),
-        ("llama", "mtp", 3),
+        ("llama", "mtp", 2),
+        ("llama", "windowed EAGLE", 2),
         ("qwen3_5", "scripted", 2),
         ("qwen3_5", "mtp", 1),
     ],
