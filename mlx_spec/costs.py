@@ -49,7 +49,7 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
-    drafter.extend(state, Committed(0, tokens, rows.taps))
+    drafter.extend([(state, Committed(0, tokens, rows.taps))])
     mx.eval(sequence.arrays)
 
     def verify(count: int) -> list[mx.array]:

@@ -122,12 +122,13 @@ class Engine:
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._check(request)
         changed = "num_draft_tokens" in changes
+        policy = self._policy(request.num_draft_tokens) if changed else deepcopy(generation.policy)
         fork = Generation(
             request,
             generation.sequence.fork(),
             None,
             rule_for(request.sampling, self.target.vocab_size),
-            self._policy(request.num_draft_tokens) if changed else deepcopy(generation.policy),
+            policy,
             list(generation.tokens),
             generation.statistics.copy(),
             last_turn=generation.last_turn,
@@ -164,7 +165,7 @@ class Engine:
                 request.prompt[:-1],
                 self._taps_for([generation]),
                 request.prefill_step_size,
-                on_rows=lambda rows, tokens: self._extend(generation, rows, tokens),
+                on_rows=lambda rows, tokens: self._extend([generation], [rows], [tokens]),
                 on_progress=request.on_progress,
             )
         except BaseException:
@@ -229,41 +230,44 @@ class Engine:
         verify_seconds = wait(*results, *verified.arrays)  # the round's one host synchronisation
 
         of_lanes = split(lanes, logits)
-        for index, lane in enumerate(lanes):
+        for lane, tokens, scored in zip(lanes, rows, of_lanes, strict=True):
             if lane.error is None:
                 with lane.keeping_errors():
-                    self._take(lane, verified, index, rows[index], of_lanes[index])
-                if lane.error is not None:
-                    self._take_back(lane)
+                    self._read(lane, tokens, scored)
+        going = [(index, lane) for index, lane in enumerate(lanes) if lane.error is None]
+        accepted = [verified.rows(index, len(lane.said)) for index, lane in going]
+        self._commit([lane.generation for _, lane in going], accepted, [rows[index] for index, _ in going])
         seconds = time.perf_counter() - started
-        for lane in lanes:
-            if lane.error is None:
-                lane.generation.statistics.seconds += seconds
+        for _, lane in going:
+            self._emit(lane, seconds)
         if timed and lanes[0].error is None:
             statistics = lanes[0].generation.statistics
             statistics.count_timed(draft_seconds, verify_seconds, seconds - draft_seconds - verify_seconds)
 
-    def _take(self, lane: Lane, verified: Pass, index: int, rows: mx.array, logits: mx.array) -> None:
-        """Commit what stands of a lane's rows, and emit it."""
-        generation, history = lane.generation, lane.generation.tokens
+    def _read(self, lane: Lane, rows: mx.array, logits: mx.array) -> None:
+        """Read back what a lane says, and where it ends."""
+        generation = lane.generation
         assert lane.outcome is not None
-        drafts, count, following = unpack(lane.outcome, lane.proposal, len(history) - 1)
+        drafts, lane.accepted, following = unpack(lane.outcome, lane.proposal, lane.count - 1)
         if generation.request.on_verified is not None:
             generation.request.on_verified(generation.sequence, rows, logits)
-        said = [*drafts[:count], following]
+        said = [*drafts[: lane.accepted], following]
         if lane.answers is not None:
             said = up_to_difference(said, [int(token) for token in np.array(lane.answers)])
-            count = len(said) - 1
-        emitted, finish_reason = self._cut(said, generation)
-        could_draft = generation.drafting is not None
-        self._commit(generation, verified.rows(index, len(emitted)), rows[: len(emitted)])
-        history.extend(emitted)
-        generation.finish_reason = finish_reason
-        if could_draft or self.drafter is None:
-            generation.policy.update(lane.depth, count)
-        generation.statistics.count_round(lane.depth, count, len(emitted))
-        logprobs = lane.logprobs.read(len(emitted)) if lane.logprobs else []
-        lane.done = Round(emitted, min(count, len(emitted)), logprobs)
+            lane.accepted = len(said) - 1
+        lane.said, lane.finish_reason = self._cut(said, generation)
+
+    def _emit(self, lane: Lane, seconds: float) -> None:
+        """Let a generation have what its lane says, now that this is committed."""
+        generation, emitted = lane.generation, len(lane.said)
+        generation.tokens.extend(lane.said)
+        generation.finish_reason = lane.finish_reason
+        if lane.could_draft or self.drafter is None:
+            generation.policy.update(lane.depth, lane.accepted)
+        generation.statistics.count_round(lane.depth, lane.accepted, emitted)
+        generation.statistics.seconds += seconds
+        logprobs = lane.logprobs.read(emitted) if lane.logprobs else []
+        lane.done = Round(lane.said, min(lane.accepted, emitted), logprobs)
 
     def _next(self, generations: Sequence[Generation]) -> list[Generation]:
         """Return those whose turn it is: of more than there are rows, those that waited longest."""
@@ -332,9 +336,14 @@ class Engine:
                 return tokens[: i + 1], "length"
         return tokens, None
 
-    def _commit(self, generation: Generation, accepted: Pass, tokens: mx.array) -> None:
-        self.target.commit(generation.sequence, accepted)
-        self._extend(generation, accepted, tokens)
+    def _commit(
+        self, generations: Sequence[Generation], accepted: Sequence[Pass], rows: Sequence[mx.array]
+    ) -> None:
+        """Make accepted rows part of their sequences and show them to the drafter. rows: all rows' tokens."""
+        sequences = [generation.sequence for generation in generations]
+        self.target.commit_all(list(zip(sequences, accepted, strict=True)))
+        tokens = [row[: part.hidden.shape[0]] for row, part in zip(rows, accepted, strict=True)]
+        self._extend(generations, accepted, tokens)
 
     def _take_back(self, lane: Lane) -> None:
         """Forget what a round that broke off left behind of a generation."""
@@ -345,14 +354,22 @@ class Engine:
         if self.drafter is not None and generation.drafting is not None:
             self.drafter.rewind(generation.drafting, lane.count - 1)
 
-    def _extend(self, generation: Generation, rows: Pass, tokens: mx.array) -> None:
-        """Show the drafter committed rows; where it remembers nothing, it begins with them."""
-        if self.drafter is not None and generation.may_draft:
-            position = generation.sequence.length - tokens.size
-            if generation.drafting is None:
-                generation.drafting = self.drafter.open(position)
-            self._remember(generation)
-            self.drafter.extend(generation.drafting, Committed(position, tokens, rows.taps))
+    def _extend(
+        self, generations: Sequence[Generation], passes: Sequence[Pass], tokens: Sequence[mx.array]
+    ) -> None:
+        """Show the drafter committed rows; of generations that it remembers nothing of, it begins with them."""
+        if self.drafter is None:
+            return
+        updates = []
+        for generation, rows, ids in zip(generations, passes, tokens, strict=True):
+            if generation.may_draft:
+                position = generation.sequence.length - ids.size
+                if generation.drafting is None:
+                    generation.drafting = self.drafter.open(position)
+                self._remember(generation)
+                updates.append((generation.drafting, Committed(position, ids, rows.taps)))
+        if updates:
+            self.drafter.extend(updates)
 
     def _taps_for(self, generations: Sequence[Generation]) -> tuple[int, ...]:
         return self.taps if any(generation.may_draft for generation in generations) else ()

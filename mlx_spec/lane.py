@@ -21,26 +21,33 @@ NOTHING = Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int
 class Lane:
     """The part of one generation in a round.
 
-    count, statistics: the generation's number of tokens and its counters before the round. outcome: see accept.
-    answers: int32 [k + 1], what each row says by its full logits, where these have the last word.
-    logprobs: of what the rows say, where they are asked for.
+    count, statistics, could_draft: the generation's number of tokens, its counters, and whether the drafter knew
+    it, before the round. outcome: see accept. answers: int32 [k + 1], what each row says by its full logits, where
+    these have the last word. logprobs: of what the rows say, where they are asked for. accepted: how many drafts
+    stand. said: what is emitted; finish_reason: why the text ends with it, if it does.
     error: what went wrong in this lane alone; then the generation stays as it is.
     """
 
     generation: Generation
     count: int
     statistics: Statistics
+    could_draft: bool
     proposal: Proposal = NOTHING
     outcome: mx.array | None = None
     answers: mx.array | None = None
     logprobs: RowLogprobs | None = None
+    accepted: int = 0
+    said: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
     done: Round = field(default_factory=lambda: Round([], 0))
     error: Exception | None = None
 
     @staticmethod
     def of(generation: Generation) -> "Lane":
         """Begin a round of a generation."""
-        return Lane(generation, len(generation.tokens), generation.statistics.copy())
+        return Lane(
+            generation, len(generation.tokens), generation.statistics.copy(), generation.drafting is not None
+        )
 
     @property
     def rows(self) -> mx.array:

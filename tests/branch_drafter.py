@@ -44,7 +44,11 @@ class BranchDrafter:
     def open(self, position: int = 0) -> BranchState:
         return BranchState(position)
 
-    def extend(self, state: BranchState, rows: Committed) -> None:
+    def extend(self, updates: Sequence[tuple[BranchState, Committed]]) -> None:
+        for state, rows in updates:
+            self.take(state, rows)
+
+    def take(self, state: BranchState, rows: Committed) -> None:
         assert rows.position == state.position, "a gap or an overlap in the committed rows"
         assert rows.taps.shape[0] == rows.tokens.size
         state.position += rows.tokens.size

@@ -1,10 +1,10 @@
-"""A draft pass over a single sequence."""
+"""A drafter's verbs for a single sequence."""
 
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.base import Ask, Choose, Drafter, Proposal
+from mlx_spec.drafters.base import Ask, Choose, Committed, Drafter, Proposal
 from mlx_spec.drafters.context import ContextKV
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 
@@ -13,6 +13,11 @@ def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: Choos
     """Draft ``count`` tokens behind the anchor of one sequence."""
     (proposal,) = drafter.propose([Ask(state, anchor, count, choose)])
     return proposal
+
+
+def extend(drafter: Drafter, state: Any, rows: Committed) -> None:
+    """Show the drafter committed rows of one sequence."""
+    drafter.extend([(state, rows)])
 
 
 def block(drafter: DFlash2Drafter, state: ContextKV, anchor: int, rows: int) -> mx.array:

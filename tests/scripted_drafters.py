@@ -83,7 +83,11 @@ class ScriptedDrafter:
     def open(self, position: int = 0) -> ScriptedState:
         return ScriptedState(self.text[:position], begin=position)
 
-    def extend(self, state: ScriptedState, rows: Committed) -> None:
+    def extend(self, updates: Sequence[tuple[ScriptedState, Committed]]) -> None:
+        for state, rows in updates:
+            self.take(state, rows)
+
+    def take(self, state: ScriptedState, rows: Committed) -> None:
         assert rows.position == len(state.tokens), "a gap or an overlap in the committed rows"
         assert rows.taps.shape == (rows.tokens.size, self.tap_width)
         state.tokens += [int(t) for t in np.array(rows.tokens)]

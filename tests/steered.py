@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from one_draft import propose
+from one_draft import extend, propose
 from scripted_drafters import Script
 
 from mlx_spec.accept import rule_for
@@ -48,7 +48,7 @@ def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> Cha
     """The state of a drafter that saw all these tokens in one pass."""
     state, sequence = drafter.open(), target.open()
     rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
-    drafter.extend(state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
+    extend(drafter, state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
     return state
 
 
@@ -90,9 +90,9 @@ def go_on(engine: Engine, old: Generation, prompt: list[int], keep: int, step: i
     sequence.rewind(keep)
     request = replace(old.request, prompt=prompt)
 
-    def extend(rows: Any, tokens: mx.array) -> None:
-        drafter.extend(drafting, Committed(sequence.length - tokens.size, tokens, rows.taps))
+    def show(rows: Any, tokens: mx.array) -> None:
+        extend(drafter, drafting, Committed(sequence.length - tokens.size, tokens, rows.taps))
 
-    engine.target.prefill(sequence, prompt[keep:-1], drafter.taps, step, on_rows=extend)
+    engine.target.prefill(sequence, prompt[keep:-1], drafter.taps, step, on_rows=show)
     rule = rule_for(request.sampling, engine.target.vocab_size)
     return Generation(request, sequence, drafting, rule, FixedDepth(request.num_draft_tokens or 0), list(prompt))

@@ -350,6 +350,13 @@ def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
     with pytest.raises(RequestError, match="A generation is named twice"):
         engine.step([generation, generation])
     assert engine.step([]) == []
+    pages = target.pool.pages_in_use
+    for wrong in ({"num_draft_tokens": 8}, {"max_tokens": 0}, {"top_logprobs": 17}):
+        with pytest.raises(RequestError):
+            engine.fork(generation, **wrong)
+    generation.sequence.free()
+    assert target.pool.pages_in_use == 0 < pages
+    generation = engine.start(Request(PROMPTS[1], 5))
     finish(engine, [generation])
     assert engine.step(generation).tokens == []
     engine.close(generation)

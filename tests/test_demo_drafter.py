@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
-from one_draft import block, propose
+from one_draft import block, extend, propose
 
 from mlx_spec import Engine, load, stream_generate
 from mlx_spec.demo import DRAFTER_FOLDER
@@ -164,7 +164,7 @@ def test_the_unpacked_checkpoint_drafts_alike_in_the_official_code(
     paths, start = [], 0
     for end in (12, 16, 17):
         features, anchor = taps[start:end], text[end]
-        ours.extend(state, Committed(start, mx.array(text[start:end]), features))
+        extend(ours, state, Committed(start, mx.array(text[start:end]), features))
         hidden = block(ours, state, anchor, ours.config.block_size)
         path = propose(ours, state, anchor, ours.max_draft, greedy).tokens.tolist()
         expected = official.hidden_states(mx.array([[anchor] + [mask] * ours.max_draft]), features[None], cache)

@@ -291,7 +291,7 @@ STEPS = [
     (mlx_spec.engine, "wait"),
     (mlx_spec.engine, "unpack"),
     (Engine, "_cut"),
-    (Target, "commit"),
+    (Target, "commit_all"),
     (ScriptedDrafter, "extend"),
 ]
 FAILURES = {

@@ -90,8 +90,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def extend(self, state: Any, rows: Committed) -> None:
-        """Take in rows that the target committed, in order and without gaps."""
+    def extend(self, updates: Sequence[tuple[Any, Committed]]) -> None:
+        """Take in rows that the target committed, of each state its own, in order and without gaps."""
         ...
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposal]:

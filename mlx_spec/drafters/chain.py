@@ -135,8 +135,12 @@ class ChainDrafter:
         """Return the state for a sequence whose rows begin at ``position``."""
         return ChainState(ContextKV(self.pool, self.rows.attention.window, position), *self._nothing, position)
 
-    def extend(self, state: ChainState, rows: Committed) -> None:
+    def extend(self, updates: Sequence[tuple[ChainState, Committed]]) -> None:
         """Let committed rows wait for their successors. Raises PositionError for a gap or an overlap."""
+        for state, rows in updates:
+            self._extend(state, rows)
+
+    def _extend(self, state: ChainState, rows: Committed) -> None:
         if rows.position != state.position:
             raise PositionError(f"Rows begin at position {rows.position}, the drafter's at {state.position}.")
         if state.hidden.shape[0] > MAX_ROWS:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from metal_kernels import resident
 from mlx_spec.errors import PositionError
 from mlx_spec.target import PagePool, Sequence
-from mlx_spec.target.pages import PAGE_SLOTS
+from mlx_spec.target.pages import PAGE_SLOTS, append_rows
 from mlx_spec.target.past import page_table
 
 # How many drafters' contexts there are is bounded, so their pool needs no bound of its own.
@@ -65,16 +65,8 @@ class ContextKV:
         self._begin(base)
 
     def append(self, position: int, rows: mx.array) -> None:
-        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``, lazily (see PagePool.write).
-
-        Raises PositionError when ``position`` is not the cursor: a gap or an overlap would shift every key.
-        """
-        if position != self.cursor:
-            raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.cursor}.")
-        self._held.append(rows)
-        if self.keep is not None:
-            # A page more than the window, so that a round can be undone.
-            self._drop(max(0, self._held.length - self.keep - PAGE_SLOTS) // PAGE_SLOTS)
+        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``, see ``append_to``."""
+        append_to([(self, position, rows)])
 
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
@@ -115,11 +107,29 @@ class ContextKV:
         self.base, self._held = base, Sequence(self.pool)
         left.free()
 
+    def _forget_what_is_outside(self) -> None:
+        # A page more than the window stays, so that a round can be undone.
+        if self.keep is not None:
+            self._drop(max(0, self._held.length - self.keep - PAGE_SLOTS) // PAGE_SLOTS)
+
     def _drop(self, pages: int) -> None:
         left = self._held.pages[:pages]
         self.base, self._held = self.base + pages * PAGE_SLOTS, self._held.behind(pages)
         for page in left:
             self.pool.release(page)
+
+
+def append_to(updates: SequenceOf[tuple[ContextKV, int, mx.array]]) -> None:
+    """Add rows [n, layers, 2, KV, D] to contexts of one pool, of each those from a position on, lazily.
+
+    Raises PositionError when a position is not the cursor: a gap or an overlap would shift every key.
+    """
+    for context, position, _ in updates:
+        if position != context.cursor:
+            raise PositionError(f"Context rows begin at position {position}, the cursor is at {context.cursor}.")
+    append_rows([(context._held, rows, None) for context, _, rows in updates])
+    for context, _, _ in updates:
+        context._forget_what_is_outside()
 
 
 def pages_of(contexts: SequenceOf[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:

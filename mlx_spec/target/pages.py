@@ -125,19 +125,8 @@ class Sequence:
         return Sequence(self.pool, list(self.pages), self.length, self.recurrent)
 
     def append(self, rows: mx.array, recurrent: Recurrent | None = None) -> None:
-        """Write accepted rows [R, layers, 2, KV, D] behind the last position.
-
-        recurrent: what recurrent layers keep of all positions, these included.
-        Raises ContextFull, with nothing changed, when the pool has too few free pages.
-        """
-        positions = range(self.length, self.length + rows.shape[0])
-        if positions:
-            self._make_room(len(positions))
-            self.pool.write(
-                [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions], rows
-            )
-        # One statement: pages and states stand at the same position whenever someone looks.
-        self.length, self.recurrent = positions.stop, recurrent
+        """Write accepted rows [R, layers, 2, KV, D] behind the last position, see ``append_rows``."""
+        append_rows([(self, rows, recurrent)])
 
     def rewind(self, position: int) -> None:
         """Forget every position from ``position`` on.
@@ -183,7 +172,8 @@ class Sequence:
                 "close a sequence or load the model with a larger max_kv_size."
             )
 
-    def _make_room(self, count: int) -> None:
+    def make_room(self, count: int) -> None:
+        """Hold pages of its own ready for ``count`` more positions. Raises ContextFull, with nothing changed."""
         self.require(count)
         for i in self._shared():
             self.pool.allocate(self.pages)
@@ -200,6 +190,28 @@ class Sequence:
     def _shared(self) -> list[int]:
         """Places in ``pages``, from the first that is not full on, whose pages have other owners too."""
         return [i for i in range(self.length // PAGE_SLOTS, len(self.pages)) if self.pool.is_shared(self.pages[i])]
+
+
+def append_rows(parts: SequenceOf[tuple[Sequence, mx.array, Recurrent | None]]) -> None:
+    """Write accepted rows [R, layers, 2, KV, D] behind the last positions of sequences of one pool, in one write.
+
+    With the rows comes what recurrent layers keep of all positions of a sequence, these included.
+    Raises ContextFull when the pool has too few free pages; then nothing is changed, but pages may be held ready.
+    """
+    pages, slots, ends = list[int](), list[int](), list[int]()
+    for sequence, rows, _ in parts:
+        positions = range(sequence.length, sequence.length + rows.shape[0])
+        if positions:
+            sequence.make_room(len(positions))
+        pages += [sequence.pages[p // PAGE_SLOTS] for p in positions]
+        slots += [p % PAGE_SLOTS for p in positions]
+        ends.append(positions.stop)
+    if pages:
+        written = [rows for _, rows, _ in parts if rows.shape[0]]
+        parts[0][0].pool.write(pages, slots, written[0] if len(written) == 1 else mx.concatenate(written))
+    for (sequence, _, recurrent), end in zip(parts, ends, strict=True):
+        # One statement: pages and states stand at the same position whenever someone looks.
+        sequence.length, sequence.recurrent = end, recurrent
 
 
 def rooms(sequences: SequenceOf[Sequence], most: int) -> list[int]:

@@ -13,7 +13,7 @@ from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
-from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence
+from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence, append_rows
 from mlx_spec.target.past import (
     PIECE_ROWS,
     Held,
@@ -146,7 +146,13 @@ class Target:
 
         Raises ContextFull, with nothing changed, when the pool has too few free pages.
         """
-        sequence.append(accepted.kv, *accepted.recurrent)
+        self.commit_all([(sequence, accepted)])
+
+    def commit_all(self, batch: SequenceOf[tuple[Sequence, Pass]]) -> None:
+        """Make accepted rows part of several sequences. Raises ContextFull, see ``append_rows``."""
+        append_rows(
+            [(sequence, part.kv, part.recurrent[0] if part.recurrent else None) for sequence, part in batch]
+        )
 
     def prefill(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from one_draft import block, propose
+from one_draft import block, extend, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -36,7 +36,7 @@ def draft(folder: Path, target: Any) -> tuple[np.ndarray, list[int], np.ndarray]
     drafter = load_dflash2(folder, target, "tiny")
     state = drafter.open()
     features = mx.random.normal((PROMPT, 3 * 64), key=mx.random.key(1))
-    drafter.extend(state, Committed(0, mx.zeros(PROMPT, dtype=mx.int32), features))
+    extend(drafter, state, Committed(0, mx.zeros(PROMPT, dtype=mx.int32), features))
     proposal = propose(drafter, state, ANCHOR, drafter.max_draft, greedy)
     hidden = block(drafter, state, ANCHOR, drafter.config.block_size)
     return np.array(hidden), proposal.tokens.tolist(), np.array(proposal.probabilities)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from one_draft import block
+from one_draft import block, extend
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -81,9 +81,9 @@ def test_rows_that_do_not_begin_at_the_cursor_are_refused(position: int) -> None
 def test_the_writer_refuses_them_too(count: int, position: int, tmp_path: Path) -> None:
     drafter = load(tmp_path)
     state = drafter.open()
-    drafter.extend(state, Committed(0, mx.zeros(40, dtype=mx.int32), features(40)))
+    extend(drafter, state, Committed(0, mx.zeros(40, dtype=mx.int32), features(40)))
     with pytest.raises(PositionError, match=f"position {position}, the cursor is at 40"):
-        drafter.extend(state, Committed(position, mx.zeros(count, dtype=mx.int32), features(count)))
+        extend(drafter, state, Committed(position, mx.zeros(count, dtype=mx.int32), features(count)))
     assert state.cursor == 40
 
 
@@ -185,8 +185,8 @@ def test_forks_of_a_drafter_draft_on_their_own(tmp_path: Path) -> None:
         for index, chunk in enumerate(chunks):
             if fork_first and index == len(chunks) - 1:
                 other, state = state, state.fork()
-                drafter.extend(other, Committed(position, mx.zeros(9, dtype=mx.int32), features(9, seed=99)))
-            drafter.extend(state, Committed(position, mx.zeros(chunk.shape[0], dtype=mx.int32), chunk))
+                extend(drafter, other, Committed(position, mx.zeros(9, dtype=mx.int32), features(9, seed=99)))
+            extend(drafter, state, Committed(position, mx.zeros(chunk.shape[0], dtype=mx.int32), chunk))
             position += chunk.shape[0]
         return block(drafter, state, 7, 8)
 
@@ -248,7 +248,7 @@ def test_the_fused_projection_equals_each_layers_own(bias: int, tmp_path: Path) 
     drafter, tensors = load(tmp_path, layer_types=[FULL] * 2), random_tensors(dflash2_config())
     state, rows = drafter.open(), features(20)
     state.start_at(bias, capture=0)
-    drafter.writer.write(state, bias, rows)
+    drafter.writer.write([(state, bias, rows)])
     fused = drafter.model.context(rows)
     for index, layer in enumerate(drafter.model.layers):
         k_proj, v_proj = (tensors[f"layers.{index}.self_attn.{side}_proj.weight"] for side in "kv")
@@ -271,10 +271,10 @@ def test_a_long_prompt_chunk_by_chunk_equals_at_once(chunk: int, changes: dict[s
     """float32, equal to rounding: the projections of few and of many rows need not round alike."""
     drafter, prompt = load(tmp_path, **changes), features(310)
     once, chunked = drafter.open(), drafter.open()
-    drafter.extend(once, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
+    extend(drafter, once, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
     for start in range(0, 310, chunk):
         part = prompt[start : start + chunk]
-        drafter.extend(chunked, Committed(start, mx.zeros(part.shape[0], dtype=mx.int32), part))
+        extend(drafter, chunked, Committed(start, mx.zeros(part.shape[0], dtype=mx.int32), part))
     assert once.cursor == chunked.cursor == 310
     last = drafter.config.context_window or 310
     for layer in range(2):
@@ -289,6 +289,6 @@ def test_rows_outside_the_window_are_not_computed(tmp_path: Path) -> None:
     drafter = load(tmp_path)
     state = drafter.open()
     prompt = mx.concatenate([mx.full((287, 192), float("nan")), features(23)])
-    drafter.extend(state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
+    extend(drafter, state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
     assert (state.base, state.cursor) == (287, 310)
     assert mx.all(mx.isfinite(block(drafter, state, 7, 8))).item()

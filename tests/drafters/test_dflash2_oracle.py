@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from one_draft import block, propose
+from one_draft import block, extend, propose
 from oracles.dflash2_numpy import DFlash2Oracle
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
@@ -75,7 +75,7 @@ def run_ours(folder: Path, rounds: list[mx.array], anchors: list[int]) -> list[t
     drafter = load_dflash2(folder, tiny_target("qwen3", mx.float32), "tiny")
     state, position, results = drafter.open(), 0, []
     for features, anchor in zip(rounds, anchors, strict=True):
-        drafter.extend(state, Committed(position, mx.zeros(features.shape[0], dtype=mx.int32), features))
+        extend(drafter, state, Committed(position, mx.zeros(features.shape[0], dtype=mx.int32), features))
         position += features.shape[0]
         hidden = block(drafter, state, anchor, drafter.config.block_size)
         proposal = propose(drafter, state, anchor, drafter.max_draft, greedy)
@@ -191,7 +191,7 @@ def test_fewer_rows_than_the_block_are_a_shorter_block(rows: int, tmp_path: Path
     drafter = load_dflash2(write_drafter(tmp_path, config), tiny_target("qwen3", mx.float32), "tiny")
     features, model = features_of_rounds(30, [], 192)[0], tiny_target("qwen3", mx.float32).model
     state = drafter.open()
-    drafter.extend(state, Committed(0, mx.zeros(30, dtype=mx.int32), features))
+    extend(drafter, state, Committed(0, mx.zeros(30, dtype=mx.int32), features))
     oracle = DFlash2Oracle(
         config,
         {name: np.array(value) for name, value in random_tensors(config).items()},

@@ -70,7 +70,7 @@ def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Ch
     """Draft behind a random prompt."""
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
-    drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
+    one_draft.extend(drafter, state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
     return one_draft.propose(drafter, state, anchor, count, choose)
 
 
@@ -161,7 +161,7 @@ def test_candidates_are_the_first_of_a_sort(architecture: str, top_k: int, tmp_p
     drafter = load(tmp_path, architectures=[architecture], selector_top_k=top_k)
     target, state = tiny_target("qwen3", mx.float32), drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
-    drafter.extend(state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
+    one_draft.extend(drafter, state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
     logits = np.array(target.logits(one_draft.block(drafter, state, 7, 8)[1:]))
     expected = np.argsort(-logits, axis=-1, kind="stable")[:, : drafter.config.selector_top_k]
     proposal = one_draft.propose(drafter, state, 7, 7, greedy)
@@ -247,9 +247,9 @@ def test_blocks_of_one_pass_do_not_see_each_other(changes: dict[str, Any], tmp_p
     for state, count in zip(states, (40, 70, 0), strict=True):
         features = mx.random.normal((count, 192), key=mx.random.key(count))
         if count:
-            drafter.extend(state, Committed(0, mx.zeros(count, dtype=mx.int32), features))
+            one_draft.extend(drafter, state, Committed(0, mx.zeros(count, dtype=mx.int32), features))
     states.append(states[0].fork())
-    drafter.extend(states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
+    one_draft.extend(drafter, states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
     anchors, counts = [3, 4, 5, 6], [5, 2, 1, 3]
     together = drafter.propose(
         [Ask(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
@@ -264,7 +264,7 @@ def test_flags_name_the_sequence_that_is_broken(tmp_path: Path) -> None:
     drafter = load(tmp_path)
     good, bad = drafter.open(), drafter.open()
     for state, features in ((good, mx.ones((5, 192))), (bad, mx.full((5, 192), mx.nan))):
-        drafter.extend(state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
+        one_draft.extend(drafter, state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
     proposals = drafter.propose([Ask(state, 3, 2, greedy) for state in (good, bad)])
     assert [[flag.item() for flag in proposal.finite.values()] for proposal in proposals] == [
         [True] * 3,

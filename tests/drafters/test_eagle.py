@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from one_draft import extend
 from scripted_drafters import Finished, mixture, plain, right_then_wrong, run
 from steered import Steered, assert_like_fresh, go_on
 from test_law import SAMPLERS
@@ -127,7 +128,7 @@ def test_pending_rows_hold_fused_features_and_no_taps(heads: Heads) -> None:
     state = drafter.open()
     taps = target.forward([(target.open(), tokens)], drafter.taps).taps
     assert taps.shape == (30, 192)
-    drafter.extend(state, Committed(0, tokens, taps))
+    extend(drafter, state, Committed(0, tokens, taps))
     assert state.hidden.shape == (30, 64)
 
 
@@ -158,11 +159,13 @@ def test_a_window_forgets_old_rows_and_asks_for_them_again(heads: Heads) -> None
     state, done, before = drafter.open(), 0, drafter.pool.pages_in_use
     for size in [50] * 18:
         rows = mx.zeros((size, 192), dtype=mx.bfloat16)
-        drafter.extend(state, Committed(done, mx.zeros((size,), dtype=mx.int32), rows))
+        extend(drafter, state, Committed(done, mx.zeros((size,), dtype=mx.int32), rows))
         done += size
     assert drafter.pool.pages_in_use - before <= 4
     assert drafter.rewind(state, 890) == 890
     assert drafter.rewind(state, 300) == 299 - 24 == state.position
     with pytest.raises(PositionError, match="300.*275"):
-        drafter.extend(state, Committed(300, mx.array([1], dtype=mx.int32), mx.zeros((1, 192), dtype=mx.bfloat16)))
+        extend(
+            drafter, state, Committed(300, mx.array([1], dtype=mx.int32), mx.zeros((1, 192), dtype=mx.bfloat16))
+        )
     assert drafter.rewind(state, 0) == 0

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.run import launcher
-from one_draft import propose
+from one_draft import extend, propose
 from oracles.eagle_numpy import EagleOracle
 from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, midlayer, speculators, write_eagle
 from tiny_models import CONFIGS, tiny_target
@@ -64,7 +64,7 @@ def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
     state, done, compared = drafter.open(), 0, 0
     for size in (1, 2, 20, 3, 1, 4, 1, 5):
         rows = slice(done, done + size)
-        drafter.extend(state, Committed(done, mx.array(tokens[rows], dtype=mx.int32), hidden[rows]))
+        extend(drafter, state, Committed(done, mx.array(tokens[rows], dtype=mx.int32), hidden[rows]))
         done += size
         seen: list[np.ndarray] = []
         # The library ends its texts with zeros, which stand for no token that came.
@@ -86,7 +86,7 @@ def run_rounds(drafter: ChainDrafter, oracle: EagleOracle, sizes: list[int]) -> 
     state, done = drafter.open(), 0
     for size in sizes:
         piece = mx.array(tokens[done : done + size], dtype=mx.int32)
-        drafter.extend(state, Committed(done, piece, mx.array(taps[done : done + size])))
+        extend(drafter, state, Committed(done, piece, mx.array(taps[done : done + size])))
         done += size
         seen: list[np.ndarray] = []
         proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
@@ -157,7 +157,7 @@ def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
     rows = target.forward([(target.open(), ids)], (0, 1)).taps
     taps = mx.concatenate([rows[:, 64:], rows[:, 64:], rows[:, :64]], axis=-1)
     state, seen = drafter.open(), list[np.ndarray]()
-    drafter.extend(state, Committed(0, ids, target.forward([(target.open(), ids)], drafter.taps).taps))
+    extend(drafter, state, Committed(0, ids, target.forward([(target.open(), ids)], drafter.taps).taps))
     proposal = propose(drafter, state, 30, COUNT, watched(seen))
     arrays = {name: np.array(value) for name, value in tensors.items()}
     embedding = np.array(target.embed(mx.arange(96)))
@@ -175,9 +175,9 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
 
     def drafts() -> list[int]:
         state = drafter.open()
-        drafter.extend(state, Committed(0, tokens[:20], taps[:20]))
+        extend(drafter, state, Committed(0, tokens[:20], taps[:20]))
         mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
-        drafter.extend(state, Committed(20, tokens[20:], taps[20:]))
+        extend(drafter, state, Committed(20, tokens[20:], taps[20:]))
         return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()

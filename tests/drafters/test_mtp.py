@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from one_draft import propose
+from one_draft import extend, propose
 from scripted_drafters import mixture, plain, right_then_wrong, run
 from steered import Steered, assert_like_fresh, fresh_state, go_on
 from tiny_heads import head_tensors, write_layout
@@ -145,16 +145,16 @@ def test_rewinding_asks_for_a_row_again_only_where_its_hidden_state_is_gone(rewo
     target, drafter = target_of("llama", None), heads("llama", None)
     taps = target.forward([(target.open(), mx.array(TOKENS[:26], dtype=mx.int32))], drafter.taps).taps
     state = drafter.open()
-    drafter.extend(state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), taps[:21]))
+    extend(drafter, state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), taps[:21]))
     propose(drafter, state, TOKENS[21], 2, greedy)
-    drafter.extend(state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), taps[21:]))
+    extend(drafter, state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), taps[21:]))
     assert state.context.cursor == 20
     again = drafter.rewind(state, rewound)
     assert again == (min(rewound, 26) if rewound > 20 or rewound == 0 else rewound - 1)
     assert drafter.rewind(state, rewound) == again == state.position
     text = [*TOKENS[: min(rewound, 26)], 17, 18, 19]
     rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
-    drafter.extend(state, Committed(again, mx.array(text[again:-1], dtype=mx.int32), rows.taps[again:]))
+    extend(drafter, state, Committed(again, mx.array(text[again:-1], dtype=mx.int32), rows.taps[again:]))
     assert_like_fresh(drafter, target, state, text)
 
 
@@ -164,7 +164,7 @@ def test_gaps_overlaps_and_depths_are_refused(heads: Any) -> None:
     rows = mx.zeros((1, 64), dtype=mx.bfloat16)
     for position in (0, 4, 6):
         with pytest.raises(PositionError, match=f"{position}.*5"):
-            drafter.extend(state, Committed(position, mx.array([1], dtype=mx.int32), rows))
+            extend(drafter, state, Committed(position, mx.array([1], dtype=mx.int32), rows))
     for count in (0, 8):
         with pytest.raises(RequestError, match="1 to 7"):
             propose(drafter, state, 3, count, greedy)
@@ -178,7 +178,7 @@ def test_a_fork_goes_its_own_way(heads: Any) -> None:
     for state, token in ((first, 3), (second, 4)):
         text = [*TOKENS[:30], token, 5]
         rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
-        drafter.extend(state, Committed(30, mx.array([token], dtype=mx.int32), rows.taps[30:]))
+        extend(drafter, state, Committed(30, mx.array([token], dtype=mx.int32), rows.taps[30:]))
         propose(drafter, state, 5, 3, greedy)
     assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
     assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
@@ -231,7 +231,7 @@ def test_drafts_that_are_not_finite_are_reported(heads: Any) -> None:
     engine.close(generation)
 
 
-STEPS = ["propose", "forward", "logits", "commit", "extend", "extended"]
+STEPS = ["propose", "forward", "logits", "commit_all", "extend", "extended"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -257,7 +257,7 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
 
         return call
 
-    owner = target if step in ("forward", "logits", "commit") else engine.drafter
+    owner = target if step in ("forward", "logits", "commit_all") else engine.drafter
     name = "extend" if step == "extended" else step
     monkeypatch.setattr(owner, name, stopped(getattr(owner, name), after=step == "extended"))
     stops = 0
@@ -285,7 +285,7 @@ def test_chains_of_one_pass_do_not_see_each_other(heads: Any) -> None:
     states = [fresh_state(drafter, target, TOKENS[:count]) for count in (40, 3, 1, 25)]
     propose(drafter, states[3], TOKENS[25], 2, greedy)
     rows = target.forward([(target.open(), mx.array(TOKENS[:28], dtype=mx.int32))], drafter.taps)
-    drafter.extend(states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.taps[25:]))
+    extend(drafter, states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.taps[25:]))
     states += [states[0].fork(), drafter.open()]
     asks = [
         Ask(state, TOKENS[60 + n], count, greedy)

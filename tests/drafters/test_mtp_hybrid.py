@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from one_draft import extend
 from scripted_drafters import plain, right_then_wrong, run
 from test_mtp import Steered, assert_like_fresh
 
@@ -82,10 +83,10 @@ def go_on(old: Generation, more: list[int]) -> Generation:
     target, sequence, drafting, drafter = loaded()[0].target, old.sequence, old.drafting, head()
     prompt = [*old.tokens, *more]
 
-    def extend(rows: Any, ids: mx.array) -> None:
-        drafter.extend(drafting, Committed(sequence.length - ids.size, ids, rows.taps))
+    def show(rows: Any, ids: mx.array) -> None:
+        extend(drafter, drafting, Committed(sequence.length - ids.size, ids, rows.taps))
 
-    target.prefill(sequence, prompt[sequence.length : -1], drafter.taps, 9, on_rows=extend)
+    target.prefill(sequence, prompt[sequence.length : -1], drafter.taps, 9, on_rows=show)
     request = Request(prompt, 12, 4, old.request.sampling)
     rule = rule_for(request.sampling, target.vocab_size)
     return Generation(request, sequence, drafting, rule, FixedDepth(4), list(prompt))

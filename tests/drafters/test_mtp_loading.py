@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from one_draft import propose
+from one_draft import extend, propose
 from tiny_heads import Tensors, head_tensors, renamed, write_head, write_layout, zero_centred
 from tiny_models import CONFIGS, tiny_target
 
@@ -42,7 +42,7 @@ def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[li
     on, scores = on or target(), []
     state = drafter.open()
     rows = on.forward([(on.open(), TOKENS)], drafter.taps)
-    drafter.extend(state, Committed(0, TOKENS, rows.taps))
+    extend(drafter, state, Committed(0, TOKENS, rows.taps))
 
     def choose(position: int, ids: mx.array, values: mx.array) -> tuple[mx.array, None]:
         scores.append(values.tolist())

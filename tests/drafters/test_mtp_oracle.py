@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator.run import launcher
-from one_draft import propose
+from one_draft import extend, propose
 from oracles.mtp_numpy import MTPOracle
 from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
@@ -45,7 +45,7 @@ def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> No
     state, done = drafter.open(), 0
     for size in sizes:
         taps = mx.array(hidden[done : done + size])
-        drafter.extend(state, Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), taps))
+        extend(drafter, state, Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), taps))
         done += size
         seen: list[np.ndarray] = []
         proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
@@ -115,9 +115,9 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
 
     def drafts() -> list[int]:
         state = drafter.open()
-        drafter.extend(state, Committed(0, tokens[:20], taps[:20]))
+        extend(drafter, state, Committed(0, tokens[:20], taps[:20]))
         mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
-        drafter.extend(state, Committed(20, tokens[20:], taps[20:]))
+        extend(drafter, state, Committed(20, tokens[20:], taps[20:]))
         return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()

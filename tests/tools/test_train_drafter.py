@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
-from one_draft import block, propose
+from one_draft import block, extend, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
@@ -67,7 +67,7 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
                 sequence,
                 prefix[:-1],
                 drafter.taps,
-                on_rows=lambda passed, ids, state=state: drafter.extend(state, Committed(0, ids, passed.taps)),
+                on_rows=lambda passed, ids, state=state: extend(drafter, state, Committed(0, ids, passed.taps)),
             )
             count = int(rows[n, a].item())
             alone = block(drafter, state, prefix[-1], count)
@@ -119,7 +119,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     drafter = load_dflash2(tmp_path / "b", target, "trained")
     state, sequence, row = drafter.open(), target.open(), replies.tokens[:20].tolist()
     target.prefill(
-        sequence, row, drafter.taps, on_rows=lambda p, ids: drafter.extend(state, Committed(0, ids, p.taps))
+        sequence, row, drafter.taps, on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.taps))
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
     drafted = propose(drafter, state, int(replies.tokens[20]), 7, choose).tokens.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from one_draft import propose
+from one_draft import extend, propose
 from test_train_drafter import random_replies
 from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, tiny_model, tiny_target
@@ -43,7 +43,7 @@ def test_the_training_forward_is_the_shipped_forward(family: str, tmp_path: Path
     for n in range(2):
         for row in (0, 1, 7, LENGTH - STEPS - 2):
             state = drafter.open()
-            drafter.extend(state, Committed(0, tokens[n, : row + 1], hidden[n, : row + 1]))
+            extend(drafter, state, Committed(0, tokens[n, : row + 1], hidden[n, : row + 1]))
             seen: list[tuple[Any, Any]] = []
 
             def follow(position: int, ids: mx.array, scores: mx.array, n: int = n, into: list = seen) -> Any:
@@ -114,7 +114,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     drafter = load_mtp(tmp_path / "b", target, "trained")
     state, sequence, row = drafter.open(), target.open(), replies.tokens[:20].tolist()
     target.prefill(
-        sequence, row, drafter.taps, on_rows=lambda p, ids: drafter.extend(state, Committed(0, ids, p.taps))
+        sequence, row, drafter.taps, on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.taps))
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
     drafted = propose(drafter, state, int(replies.tokens[20]), 3, choose).tokens.tolist()

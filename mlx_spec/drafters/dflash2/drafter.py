@@ -43,17 +43,17 @@ class DFlash2Drafter:
         self._embed = target.embed
         self._ids = None if config.draft_token_ids is None else mx.array(config.draft_token_ids)
         nothing = mx.zeros((1, len(self.taps) * target.hidden_size), dtype=target.dtype)
-        self.pool = context_pool(self.writer.rows(nothing, 0))
+        self.pool = context_pool(self.writer.rows(nothing, mx.array([0], dtype=mx.int32)))
         self._head = target.logits if self._ids is None else target.head_for(self._ids)
 
     def open(self, position: int = 0) -> ContextKV:
         """Return the state for a sequence whose context begins at ``position``."""
         return ContextKV(self.pool, self.config.context_window, position)
 
-    def extend(self, state: ContextKV, rows: Committed) -> None:
+    def extend(self, updates: Sequence[tuple[ContextKV, Committed]]) -> None:
         """Write context keys and values of committed rows. Raises PositionError for a gap or an overlap."""
-        self.writer.write(state, rows.position, rows.taps)
-        self._waiting += rows.tokens.size
+        self.writer.write([(state, rows.position, rows.taps) for state, rows in updates])
+        self._waiting += sum(rows.tokens.size for _, rows in updates)
         if self._waiting > MAX_ROWS:
             # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
             mx.async_eval(self.pool.data)
