@@ -1,5 +1,6 @@
 // body
-// One simdgroup. K drafts, K + 1 choices; SIZE0 .. SIZE3 entries of the flags, 0 where a flag is not there.
+// One simdgroup. K drafts, K + 1 choices; SIZE0 .. SIZE3 entries of the flags, 0 where a flag is not there, FLAGS of
+// which are; with HAS_ROWS a flag of each row, of which those that stand count.
 const int lane = thread_index_in_threadgroup;
 int stands = K;
 for (int i = lane; i < K; i += 32) {
@@ -25,4 +26,10 @@ if (lane == 0) {
   if (SIZE1 > 0) outcome[K + 3] = finite1;
   if (SIZE2 > 0) outcome[K + 4] = finite2;
   if (SIZE3 > 0) outcome[K + 5] = finite3;
+}
+if (HAS_ROWS) {
+  bool finite = true;
+  for (int i = lane; i <= count; i += 32) finite = finite && rows[i];
+  finite = metal::simd_all(finite);
+  if (lane == 0) outcome[K + 2 + FLAGS] = finite;
 }

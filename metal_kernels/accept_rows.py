@@ -9,18 +9,23 @@ from metal_kernels.launch import Kernel
 
 MOST_FLAGS = 4
 KERNEL = Kernel(
-    "accept_rows", inputs=("drafts", "choices", "flags0", "flags1", "flags2", "flags3"), outputs=("outcome",)
+    "accept_rows",
+    inputs=("drafts", "choices", "flags0", "flags1", "flags2", "flags3", "rows"),
+    outputs=("outcome",),
 )
 NO_FLAG = mx.ones((1,), dtype=mx.bool_)
 
 
-def accept_rows(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = ()) -> mx.array:
+def accept_rows(
+    drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = (), rows: mx.array | None = None
+) -> mx.array:
     """Accept drafts as long as each equals the target's own choice.
 
     drafts: [k] int32, k >= 0; choices: [k + 1] int32, what the target chooses in place of each draft and behind
-    the last. flags: up to four bool arrays of any shape.
+    the last. flags: up to four bool arrays of any shape. rows: bool [k + 1], a flag of the anchor and each draft.
     Returns [k + 2 + len(flags)] int32: the drafts, how many of them stand, the target's choice behind those, and
-    for each flag whether all its entries are true. Raises ValueError for other shapes and dtypes.
+    for each flag whether all its entries are true; with ``rows`` one more: whether those of the anchor and of the
+    drafts that stand are. Raises ValueError for other shapes and dtypes.
     """
     k = drafts.size
     if drafts.shape != (k,) or choices.shape != (k + 1,) or {drafts.dtype, choices.dtype} != {mx.int32}:
@@ -31,30 +36,47 @@ def accept_rows(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] =
     if len(flags) > MOST_FLAGS or any(flag.dtype != mx.bool_ or not flag.size for flag in flags):
         found = ", ".join(f"{flag.shape} {flag.dtype}" for flag in flags)
         raise ValueError(f"accept_rows takes at most {MOST_FLAGS} flags, bool and not empty, not {found}.")
+    if rows is not None and (rows.shape != (k + 1,) or rows.dtype != mx.bool_):
+        raise ValueError(f"accept_rows takes flags of rows in bool [{k + 1}], not {rows.dtype} {rows.shape}.")
     if implementation() == "native":
-        return _native(drafts, choices, flags)
+        return _native(drafts, choices, flags, rows)
     # Whole numbers: MLX's own operations are the reference as well.
-    return reference_accept_rows(drafts, choices, flags)
+    return reference_accept_rows(drafts, choices, flags, rows)
 
 
-def reference_accept_rows(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = ()) -> mx.array:
+def reference_accept_rows(
+    drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = (), rows: mx.array | None = None
+) -> mx.array:
     """Do the same in MLX's operations."""
     stands = mx.cumprod((drafts == choices[:-1]).astype(mx.int32)) if drafts.size else drafts
     count = mx.sum(stands).astype(mx.int32)
+    if rows is not None:
+        flags = [*flags, rows | (mx.arange(rows.size) > count)]
     good = [mx.all(flag).astype(mx.int32)[None] for flag in flags]
     return mx.concatenate([drafts, count[None], choices[count][None], *good])
 
 
-def _native(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array]) -> mx.array:
+def _native(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array], rows: mx.array | None) -> mx.array:
     k, missing = drafts.size, MOST_FLAGS - len(flags)
     sizes = [flag.size for flag in flags] + [0] * missing
     (outcome,) = KERNEL(
         # An empty buffer cannot be bound (without drafts none is read), and a scalar would not be a pointer.
-        [drafts if k else choices, choices, *(flag.reshape(-1) for flag in flags), *[NO_FLAG] * missing],
-        template=[("K", k), *((f"SIZE{i}", size) for i, size in enumerate(sizes))],
+        [
+            drafts if k else choices,
+            choices,
+            *(flag.reshape(-1) for flag in flags),
+            *[NO_FLAG] * missing,
+            NO_FLAG if rows is None else rows,
+        ],
+        template=[
+            ("K", k),
+            *((f"SIZE{i}", size) for i, size in enumerate(sizes)),
+            ("FLAGS", len(flags)),
+            ("HAS_ROWS", rows is not None),
+        ],
         groups=(1, 1, 1),
         threads=(32, 1, 1),
-        shapes=[(k + 2 + len(flags),)],
+        shapes=[(k + 2 + len(flags) + (rows is not None),)],
         dtypes=[mx.int32],
     )
     return outcome

@@ -63,6 +63,17 @@ def test_any_number_of_flags_in_their_order(count: int) -> None:
     assert outcome.tolist() == [0, 5, *(int(i % 2 == 0) for i in range(count))]
 
 
+@pytest.mark.parametrize(("k", "flags"), [(0, 0), (7, 4), (40, 2)])
+def test_of_the_flags_of_rows_those_that_stand_count(k: int, flags: int) -> None:
+    drafts, others = list(range(k)), [mx.array([True, False])] * flags
+    for count in range(k + 1):
+        choices = int32([*drafts[:count], *[99] * (k + 1 - count)])
+        for wrong in {*range(k + 1)} - {*range(8, k - 3)}:
+            rows = mx.array([row != wrong for row in range(k + 1)])
+            outcome = accept_rows(int32(drafts), choices, others, rows)
+            assert outcome.tolist() == [*drafts, count, 99, *[0] * flags, int(wrong > count)]
+
+
 def test_a_row_without_a_choice_accepts_nothing_behind_it() -> None:
     assert accept_rows(int32([4, 5]), int32([4, -1, 6])).tolist() == [4, 5, 1, -1]
 
@@ -88,3 +99,9 @@ def test_what_does_not_fit_is_refused(drafts: mx.array, choices: mx.array) -> No
 def test_other_flags_are_refused(flags: list[mx.array]) -> None:
     with pytest.raises(ValueError, match="at most 4 flags, bool and not empty"):
         accept_rows(int32([1]), int32([1, 2]), flags)
+
+
+@pytest.mark.parametrize("rows", [mx.array([True]), mx.array([1, 1]), mx.array([[True, True]])])
+def test_other_flags_of_rows_are_refused(rows: mx.array) -> None:
+    with pytest.raises(ValueError, match=r"flags of rows in bool \[2\]"):
+        accept_rows(int32([1]), int32([1, 2]), rows=rows)
