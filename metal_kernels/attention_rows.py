@@ -204,6 +204,27 @@ def _starts(counts: tuple[int, ...]) -> mx.array:
     return ints(*(sum(counts[:i]) for i in range(len(counts) + 1)))
 
 
+def _path_by_path(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    pool: mx.array,
+    layer: int,
+    cached: Cached,
+    view: View,
+    paths: mx.array,
+    slot_major: bool,
+) -> mx.array:
+    """Attend from each row of a tree as from the last row of a chain: what is on its path."""
+    outputs = []
+    for row in range(queries.shape[0]):
+        # Behind the path's end lie copies of its first row, which the row does not see.
+        path, depth = mx.maximum(paths[row], 0), mx.sum(paths[row] >= 0) - 1
+        part = queries[row : row + 1], keys[path], values[path], pool, layer, cached
+        outputs.append(_composed(*part, view, None, slot_major, depth))
+    return mx.concatenate(outputs)
+
+
 def _composed(
     queries: mx.array,
     keys: mx.array,
@@ -214,18 +235,24 @@ def _composed(
     view: View,
     paths: mx.array | None,
     slot_major: bool,
+    depth: mx.array | None = None,
 ) -> mx.array:
-    """Attend from the rows of one sequence by MLX's operations.
+    """Attend from the rows of one sequence by MLX's operations; with ``depth`` from one row, which is at that key.
 
     Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is
-    reduced in the same order whatever rows stand beside it or are cached behind it.
+    reduced in the same order whatever rows stand beside it or are cached behind it. In a tree not all keys can, so
+    there each row is a pass of its own.
     """
-    count, slots, length = queries.shape[0], pool.shape[1 if slot_major else 3], cached.lengths[0]
+    is_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if paths is not None and is_cpu:
+        return _path_by_path(queries, keys, values, pool, layer, cached, view, paths, slot_major)
+    count, slots, length = keys.shape[0], pool.shape[1 if slot_major else 3], cached.lengths[0]
     more = -(-count // slots)
     pages = mx.concatenate([cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
     pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
     key_at = mx.arange(pages.size * slots)
-    row_at = length + mx.arange(count)
+    new_at = length + mx.arange(count)
+    row_at = new_at if depth is None else (length + depth)[None]
 
     def lay_out(side: int, new: mx.array) -> mx.array:
         old = pool[:, :, layer, side][pages] if slot_major else pool[pages, layer, side]
@@ -233,17 +260,17 @@ def _composed(
         if side == 1:
             # Slots of no position may hold anything, and 0 times infinity is not 0.
             rows = mx.where((key_at < length)[:, None, None], rows, mx.array(0, dtype=rows.dtype))
-        rows[row_at] = new
+        rows[new_at] = new
         return rows
 
     visible = _visible(length, row_at, key_at, view, paths)
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not is_cpu:
         return _attend(queries, lay_out(0, keys), lay_out(1, values), visible, view)
     # The CPU, which the others are compared with, keeps what a row does not see from it as the kernel does.
     is_finite = mx.all(mx.isfinite(values), axis=(1, 2))
     laid = lay_out(0, keys), lay_out(1, mx.where(is_finite[:, None, None], values, 0).astype(values.dtype))
     out = _attend(queries, *laid, visible, view)
-    sees_others = mx.any(visible[:, row_at] & ~is_finite, axis=1)
+    sees_others = mx.any(visible[:, new_at] & ~is_finite, axis=1)
     return mx.where(sees_others[:, None, None], mx.nan, out).astype(out.dtype)
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,8 @@ from mlx_spec.accept import rule_for
 from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.judge import judge, split
-from mlx_spec.lane import Lane, only, unpack, up_to_difference, wait
+from mlx_spec.lane import Lane, only, paths_of, unpack, up_to_difference, wait
+from mlx_spec.leaves import with_leaves
 from mlx_spec.logprobs import MOST_TOP
 from mlx_spec.policy import Adaptive, CostAware, Costs, DepthPolicy, FixedDepth
 from mlx_spec.request import Generation, Request, Round
@@ -23,6 +24,7 @@ from mlx_spec.row_shares import share_rows
 from mlx_spec.statistics import NOT_CHECKED, Exactness, Statistics
 from mlx_spec.target import Pass, Target, rooms
 from mlx_spec.target import Sequence as CachedSequence
+from mlx_spec.tree import of_path
 
 # Every so many rounds the device is awaited between draft and verify, to know what each of them takes.
 TIMED_EVERY = 8
@@ -121,8 +123,8 @@ class Engine:
         if seed is not None:
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._check(request)
-        changed = "num_draft_tokens" in changes
-        policy = self._policy(request.num_draft_tokens) if changed else deepcopy(generation.policy)
+        changed = not changes.keys().isdisjoint(("num_draft_tokens", "num_leaves"))
+        policy = self._policy(request) if changed else deepcopy(generation.policy)
         fork = Generation(
             request,
             generation.sequence.fork(),
@@ -150,7 +152,7 @@ class Engine:
             self.target.open(),
             None,
             rule_for(request.sampling, self.target.vocab_size),
-            self._policy(request.num_draft_tokens),
+            self._policy(request),
             list(request.prompt),
             Statistics(exactness=self.exactness),
             last_turn=self._turns,
@@ -212,10 +214,18 @@ class Engine:
             proposals = self.drafter.propose([lane.ask(depth) for lane, depth in drafting])
             for (lane, _), proposal in zip(drafting, proposals, strict=True):
                 lane.proposal = proposal
+            if len(running) == 1:
+                self._branch(running[0][0])
+
+    def _branch(self, lane: Lane) -> None:
+        """Put leaves beside the drafts of a lane that has the pass to itself; several lanes need the rows."""
+        generation = lane.generation
+        leaves = generation.policy.leaves(len(lane.tree.chain) - 1)
+        lane.proposal = with_leaves(lane.proposal, leaves, generation.rule.rank, lane.count)
 
     def _verify(self, lanes: list[Lane], started: float, answering: bool) -> None:
         """Run the pass over the rows of all lanes, and let each take what stands."""
-        drafts = [lane.proposal.tokens for lane in lanes if lane.depth]
+        drafts = [lane.proposal.tokens for lane in lanes if lane.proposal.tokens.size]
         timed = bool(drafts) and lanes[0].generation.statistics.rounds % TIMED_EVERY == 0
         draft_seconds = wait(*drafts) if timed else 0.0
         mx.async_eval(*drafts)
@@ -223,6 +233,7 @@ class Engine:
         verified = self.target.forward(
             [(lane.generation.sequence, tokens) for lane, tokens in zip(lanes, rows, strict=True)],
             self._taps_for([lane.generation for lane in lanes]),
+            paths_of(lanes),
         )
         logits = self.target.logits(verified.hidden)
         judge(lanes, logits, answering)
@@ -230,13 +241,14 @@ class Engine:
         verify_seconds = wait(*results, *verified.arrays)  # the round's one host synchronisation
 
         of_lanes = split(lanes, logits)
-        for lane, tokens, scored in zip(lanes, rows, of_lanes, strict=True):
+        for lane, drafted, scored in zip(lanes, rows, of_lanes, strict=True):
             if lane.error is None:
                 with lane.keeping_errors():
-                    self._read(lane, tokens, scored)
+                    self._read(lane, drafted, scored)
         going = [(index, lane) for index, lane in enumerate(lanes) if lane.error is None]
-        accepted = [verified.rows(index, len(lane.said)) for index, lane in going]
-        self._commit([lane.generation for _, lane in going], accepted, [rows[index] for index, _ in going])
+        accepted = [verified.path(index, lane.standing) for index, lane in going]
+        tokens = [of_path(rows[index], lane.standing) for index, lane in going]
+        self._commit([lane.generation for _, lane in going], accepted, tokens)
         seconds = time.perf_counter() - started
         for _, lane in going:
             self._emit(lane, seconds)
@@ -248,26 +260,29 @@ class Engine:
         """Read back what a lane says, and where it ends."""
         generation = lane.generation
         assert lane.outcome is not None
-        drafts, lane.accepted, following = unpack(lane.outcome, lane.proposal, lane.count - 1)
+        lane.said, lane.path = unpack(lane.outcome, lane.proposal, lane.count - 1)
         if generation.request.on_verified is not None:
-            generation.request.on_verified(generation.sequence, rows, logits)
-        said = [*drafts[: lane.accepted], following]
+            seen = [rows, logits] if lane.tree.is_chain else [of_path(x, lane.path) for x in (rows, logits)]
+            generation.request.on_verified(generation.sequence, *seen)
         if lane.answers is not None:
-            said = up_to_difference(said, [int(token) for token in np.array(lane.answers)])
-            lane.accepted = len(said) - 1
-        lane.said, lane.finish_reason = self._cut(said, generation)
+            answers = np.array(lane.answers)
+            lane.said = up_to_difference(lane.said, [int(answers[row]) for row in lane.path])
+            lane.path = lane.path[: len(lane.said)]
+        lane.said, lane.finish_reason = self._cut(lane.said, generation)
 
     def _emit(self, lane: Lane, seconds: float) -> None:
         """Let a generation have what its lane says, now that this is committed."""
-        generation, emitted = lane.generation, len(lane.said)
+        generation, statistics, tree = lane.generation, lane.generation.statistics, lane.tree
         generation.tokens.extend(lane.said)
         generation.finish_reason = lane.finish_reason
+        drafted, accepted, emitted = len(tree.chain) - 1, tree.along_chain(lane.path), len(lane.said)
         if lane.could_draft or self.drafter is None:
-            generation.policy.update(lane.depth, lane.accepted)
-        generation.statistics.count_round(lane.depth, lane.accepted, emitted)
-        generation.statistics.seconds += seconds
-        logprobs = lane.logprobs.read(emitted) if lane.logprobs else []
-        lane.done = Round(lane.said, min(lane.accepted, emitted), logprobs)
+            generation.policy.update(drafted, accepted, tree.runner_up(lane.path))
+        leaves, accepted_leaves = tree.rows - 1 - drafted, len(lane.path) - 1 - accepted
+        statistics.count_round(drafted, accepted, emitted, leaves, accepted_leaves)
+        statistics.seconds += seconds
+        logprobs = lane.logprobs.read(lane.standing) if lane.logprobs else []
+        lane.done = Round(lane.said, min(len(lane.path) - 1, emitted), logprobs)
 
     def _next(self, generations: Sequence[Generation]) -> list[Generation]:
         """Return those whose turn it is: of more than there are rows, those that waited longest."""
@@ -299,8 +314,9 @@ class Engine:
             )
         request.sampling.check_vocabulary(vocab)
 
-    def _policy(self, count: int | Literal["adaptive"] | None) -> DepthPolicy:
-        most = self.drafter.max_draft if self.drafter else 0
+    def _policy(self, request: Request) -> DepthPolicy:
+        most, count = self.drafter.max_draft if self.drafter else 0, request.num_draft_tokens
+        leaves = self._leaves(request)
         if count == "adaptive":
             return Adaptive(most) if most else FixedDepth(0)
         if isinstance(count, str):
@@ -309,8 +325,29 @@ class Engine:
             what = f"this drafter drafts at most {most} tokens" if most else "there is no drafter"
             raise RequestError(f"num_draft_tokens is {count}, but {what}.")
         if count is None and most and self.costs is not None:
-            return CostAware(self.costs, most)
-        return FixedDepth(most if count is None else count)
+            return CostAware(self.costs, most, may_branch=leaves is None and self.target.takes_trees)
+        return FixedDepth(most if count is None else count, leaves or 0)
+
+    def _leaves(self, request: Request) -> int | None:
+        """Return how many leaves a request asks for, None where it leaves that open, and refuse what cannot be."""
+        leaves, count = request.num_leaves, request.num_draft_tokens
+        if not leaves or count == 0:
+            return leaves
+        if not isinstance(count, int):
+            raise RequestError(
+                f"num_leaves is {leaves}; it needs a number of num_draft_tokens too, not {count!r}."
+            )
+        if not 0 < leaves < MAX_ROWS - count:
+            raise RequestError(
+                f"num_leaves is {leaves}, but beside an anchor and {count} drafts a pass has "
+                f"{max(0, MAX_ROWS - 1 - count)} rows."
+            )
+        if not self.target.takes_trees:
+            raise RequestError(
+                f"num_leaves is {leaves}, but {self.target.name} has recurrent layers, which step through rows in "
+                "one order: leave num_leaves out."
+            )
+        return leaves
 
     def _depths(self, generations: Sequence[Generation], places: Sequence[int]) -> list[int]:
         most = [self._most(generation, room) for generation, room in zip(generations, places, strict=True)]
@@ -337,12 +374,11 @@ class Engine:
         return tokens, None
 
     def _commit(
-        self, generations: Sequence[Generation], accepted: Sequence[Pass], rows: Sequence[mx.array]
+        self, generations: Sequence[Generation], accepted: Sequence[Pass], tokens: Sequence[mx.array]
     ) -> None:
-        """Make accepted rows part of their sequences and show them to the drafter. rows: all rows' tokens."""
+        """Make accepted rows part of their sequences, and show them to the drafter with their tokens."""
         sequences = [generation.sequence for generation in generations]
         self.target.commit_all(list(zip(sequences, accepted, strict=True)))
-        tokens = [row[: part.hidden.shape[0]] for row, part in zip(rows, accepted, strict=True)]
         self._extend(generations, accepted, tokens)
 
     def _take_back(self, lane: Lane) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from metal_kernels import argmax_rows
 from mlx_spec.lane import Lane
 from mlx_spec.logprobs import RowLogprobs
+from mlx_spec.tree import Tree
 
 
 @dataclass
@@ -36,7 +37,8 @@ def judge(lanes: Sequence[Lane], logits: mx.array, answering: bool) -> None:
     for lane, part, flags in zip(lanes, parts, finite, strict=True):
         with lane.keeping_errors():
             generation = lane.generation
-            part = generation.request.sampling.processed(part, generation.tokens, lane.proposal.tokens)
+            proposal = lane.proposal
+            part = generation.request.sampling.processed(part, generation.tokens, proposal.tokens, proposal.tree)
             found[lane] = Judged(part, flags, part)
     untouched = len(found) == len(lanes) and all(
         judged.processed is part for judged, part in zip(found.values(), parts, strict=True)
@@ -71,7 +73,7 @@ def choose(found: Mapping[Lane, Judged], logits: mx.array | None) -> None:
     logits: [R, V], where they hold the rows of all lanes.
     """
     for lane, judged in found.items():
-        judged.noisy = lane.generation.rule.noisy(judged.scores, lane.count - 1)
+        judged.noisy = lane.generation.rule.noisy(judged.scores, lane.count - 1, lane.tree.depths)
     chosen = {lane: judged.noisy for lane, judged in found.items() if judged.noisy is not None}
     if not chosen:
         return
@@ -86,23 +88,23 @@ def choose(found: Mapping[Lane, Judged], logits: mx.array | None) -> None:
 def decide(lane: Lane, judged: Judged, answering: bool) -> None:
     """Accept what stands of a lane's drafts."""
     request, rule = lane.generation.request, lane.generation.rule
-    flags = [*lane.proposal.finite.values(), judged.finite]
-    lane.outcome = rule.accept(lane.proposal, judged.scores, lane.count - 1, flags, judged.choices)
+    flags = list(lane.proposal.finite.values())
+    lane.outcome = rule.accept(lane.proposal, judged.scores, lane.count - 1, flags, judged.finite, judged.choices)
     if answering:
         lane.answers = mx.argmax(judged.processed, axis=-1).astype(mx.int32)
     if answering or request.logprobs or request.top_logprobs:
-        said = said_by_rows(lane.outcome, lane.depth) if lane.answers is None else lane.answers
+        said = said_by_rows(lane.outcome, lane.tree) if lane.answers is None else lane.answers
         lane.logprobs = RowLogprobs.of(judged.processed, said, request.top_logprobs)
 
 
-def said_by_rows(outcome: mx.array, k: int) -> mx.array:
-    """Return the token of each row by what was accepted: [k + 1] int32; rows behind the last one say anything."""
-    drafts, count, following = outcome[:k], outcome[k], outcome[k + 1 : k + 2]
-    return mx.where(mx.arange(k + 1) == count, following, mx.concatenate([drafts, following]))
+def said_by_rows(outcome: mx.array, tree: Tree) -> mx.array:
+    """Return the token of each row by what was accepted: [k + 1] int32; rows that do not stand say anything."""
+    k = tree.rows - 1
+    return tree.said(outcome[k], outcome[:k], outcome[k + 1])
 
 
 def split(lanes: Sequence[Lane], of_rows: mx.array) -> list[mx.array]:
     """Cut what was computed of each row, [R, ...], into the parts of the lanes."""
     if len(lanes) == 1:
         return [of_rows]
-    return list(mx.split(of_rows, list(accumulate(lane.depth + 1 for lane in lanes))[:-1]))
+    return list(mx.split(of_rows, list(accumulate(lane.tree.rows for lane in lanes))[:-1]))

@@ -13,6 +13,7 @@ from mlx_spec.errors import NonFiniteError
 from mlx_spec.logprobs import RowLogprobs
 from mlx_spec.request import Generation, Round
 from mlx_spec.statistics import Statistics
+from mlx_spec.tree import Tree
 
 NOTHING = Proposal(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
 
@@ -23,8 +24,8 @@ class Lane:
 
     count, statistics, could_draft: the generation's number of tokens, its counters, and whether the drafter knew
     it, before the round. outcome: see accept. answers: int32 [k + 1], what each row says by its full logits, where
-    these have the last word. logprobs: of what the rows say, where they are asked for. accepted: how many drafts
-    stand. said: what is emitted; finish_reason: why the text ends with it, if it does.
+    these have the last word. logprobs: of what the rows say, where they are asked for. path: the rows that stand.
+    said: what is emitted; finish_reason: why the text ends with it, if it does.
     error: what went wrong in this lane alone; then the generation stays as it is.
     """
 
@@ -36,7 +37,7 @@ class Lane:
     outcome: mx.array | None = None
     answers: mx.array | None = None
     logprobs: RowLogprobs | None = None
-    accepted: int = 0
+    path: tuple[int, ...] = ()
     said: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     done: Round = field(default_factory=lambda: Round([], 0))
@@ -56,9 +57,14 @@ class Lane:
         return mx.concatenate([anchor, self.proposal.tokens])
 
     @property
-    def depth(self) -> int:
-        """How many tokens were drafted."""
-        return self.proposal.tokens.size
+    def tree(self) -> Tree:
+        """How the rows stand behind each other."""
+        return self.proposal.tree
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """The rows that say what is emitted."""
+        return self.path[: len(self.said)]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -88,6 +94,13 @@ def up_to_difference(said: list[int], answers: list[int]) -> list[int]:
     return said if differs is None else [*said[:differs], answers[differs]]
 
 
+def paths_of(lanes: Sequence[Lane]) -> list[Sequence[int]] | None:
+    """Return the path to each row of a pass, or None where no lane's rows branch."""
+    if all(lane.tree.is_chain for lane in lanes):
+        return None
+    return [path for lane in lanes for path in lane.tree.paths]
+
+
 def only(rounds: Sequence[Round]) -> Round:
     """Return the one round there is, or raise its error."""
     (done,) = rounds
@@ -103,8 +116,8 @@ def wait(*arrays: mx.array) -> float:
     return time.perf_counter() - started
 
 
-def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[int], int, int]:
-    """Read back a round: drafts, how many stand, the token behind them.
+def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[int], tuple[int, ...]]:
+    """Read back a round: the tokens that it says, and the row that says each of them.
 
     Raises NonFiniteError naming the first stage that produced NaN or infinity.
     """
@@ -116,4 +129,5 @@ def unpack(outcome: mx.array, proposal: Proposal, position: int) -> tuple[list[i
                 f"The {stage} at position {position} holds NaN or infinity, so no token can be taken from it. "
                 "Load the model in bfloat16 or float32, and check its weights."
             )
-    return values[:k], values[k], values[k + 1]
+    path = proposal.tree.paths[values[k]]
+    return [*(values[row - 1] for row in path[1:]), values[k + 1]], path

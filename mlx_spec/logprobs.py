@@ -3,6 +3,7 @@
 They are those of the distribution behind bias and penalties and before temperature and filters, as in mlx-lm.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -49,11 +50,11 @@ class RowLogprobs:
         """All that ``read`` reads back, for ``mx.eval``."""
         return [self.total, self.chosen, self.top_ids, self.top_values]
 
-    def read(self, count: int) -> list[TokenLogprobs]:
-        """Return those of the first ``count`` rows."""
-        total, chosen, ids, values = (np.array(array[:count]) for array in self.arrays)
+    def read(self, rows: Sequence[int]) -> list[TokenLogprobs]:
+        """Return those of some rows."""
+        total, chosen, ids, values = (np.array(array) for array in self.arrays)
         found = []
-        for row in range(count):
+        for row in rows:
             best = zip(ids[row].tolist(), (values[row] - total[row]).tolist(), strict=True)
             whole = self.logits[row].astype(mx.float32) - self.total[row]
             found.append(TokenLogprobs(float(chosen[row]), list(best), whole))

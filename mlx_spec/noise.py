@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-# Purposes, so that draws for one position are independent of each other.
-TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)
+# Purposes, so that draws for one position are independent of each other. ACCEPT + n judges draft n of a position.
+TOKEN, DRAFT, RESIDUAL, ACCEPT = range(4)
 
 
 def key(seed: int, position: int, purpose: int) -> mx.array:

@@ -6,13 +6,17 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
+from metal_kernels import MAX_ROWS
+
 # A round's evidence fades by this factor, so acceptance follows the text.
 DECAY = 0.94
 # Rounds between two looks at drafting while parked; doubles while parking stays right.
 FIRST_WAIT, LONGEST_WAIT = 16, 256
 PROBE_ROUNDS = 2
-# What a draft's chance to stand is taken for where nothing is known.
-PRIOR = 0.75
+# What a draft's chance to stand is taken for where nothing is known, and the runner-up's where the draft fell.
+PRIOR, RUNNER_UP = 0.75, 0.3
+# What is known of a runner-up that is not verified fades by this factor, so that it is looked at again.
+FORGET = 0.98
 # Drafting must promise this much less time a token than plain decoding, or it stays parked.
 MARGIN = 0.98
 
@@ -39,8 +43,12 @@ class DepthPolicy(Protocol):
         """Return what may be drafted in the next round, whose rows are shared with other sequences."""
         ...
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a round."""
+    def leaves(self, depth: int) -> tuple[int, ...]:
+        """Return how many runners-up to verify beside each of ``depth`` drafts, in a pass of one sequence."""
+        ...
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
+        """Learn from a round's chain. runner_up: whether the leaf beside the draft that fell stands, if any."""
         ...
 
     @property
@@ -56,9 +64,10 @@ def likely(count: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class FixedDepth:
-    """Always the same depth."""
+    """Always the same depth, and so many leaves, which are spread over the drafts from the first one on."""
 
     count: int
+    beside: int = 0
 
     def depth(self) -> int:
         """Return the fixed depth."""
@@ -68,13 +77,17 @@ class FixedDepth:
         """Ask for the fixed depth."""
         return Offer(likely(self.count))
 
-    def update(self, drafted: int, accepted: int) -> None:
+    def leaves(self, depth: int) -> tuple[int, ...]:
+        """Spread the fixed number of leaves."""
+        return tuple(self.beside // depth + (place < self.beside % depth) for place in range(depth))
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
         """Learn nothing."""
 
     @property
     def reason(self) -> str:
         """Name the fixed depth."""
-        return f"fixed at {self.count}"
+        return f"fixed at {self.count}" + (f", a tree with {self.beside} leaves" if self.beside else "")
 
 
 @dataclass
@@ -98,7 +111,11 @@ class Adaptive:
         """Ask for the depth of the next round."""
         return Offer(likely(self.count))
 
-    def update(self, drafted: int, accepted: int) -> None:
+    def leaves(self, depth: int) -> tuple[int, ...]:
+        """Draft chains."""
+        return (0,) * depth
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
         """Grow or shrink, between one and the most; a round cut short by its end says nothing."""
         if drafted == self.count:
             step = (accepted == drafted) - (accepted == 0)
@@ -146,18 +163,26 @@ class CostAware:
     reach[i]: decayed (tries, successes) of drafts at position i + 1 whose predecessors all stood. It begins with
     weak confidence at the drafter's usual level and parks when plain decoding is cheaper; parked, it looks again
     after 16 rounds, then 32, up to 256.
+    Where it ``may_branch``, it puts a leaf beside each draft for which that is cheaper still. runners_up[i]:
+    decayed (tries, successes) of leaves at position i + 1, where the draft itself fell.
     """
 
     costs: Costs
     max_depth: int
     prior: float = PRIOR
+    may_branch: bool = False
     reach: list[list[float]] = field(default_factory=list)
+    runners_up: list[list[float]] = field(default_factory=list)
     _wait: int = FIRST_WAIT
     _parked_for: int = 0
     _probing: int = 0
 
     def __post_init__(self) -> None:
         self.reach = [[4.0, 4.0 * self.prior] for _ in range(self.max_depth)]
+        self.runners_up = [[4.0, 4.0 * RUNNER_UP] for _ in range(self.max_depth)]
+        most = max(MAX_ROWS, self.max_depth + 1)
+        # Read many times a round.
+        self._verify_ms = [self.costs.verify_ms(rows) for rows in range(most + 1)]
 
     def depth(self) -> int:
         """Return the best depth, or a probe of drafting when it has been parked for long."""
@@ -172,8 +197,14 @@ class CostAware:
         chances = tuple(self._standing(self.max_depth))
         return Offer(chances[: self._best_draft()]) if self._looks_again() else Offer(chances, optional=True)
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn how far the drafts of a round stood."""
+    def leaves(self, depth: int) -> tuple[int, ...]:
+        """Return where a leaf makes a pass of ``depth`` drafts cheaper for each expected token."""
+        gains = self._gains(depth)
+        places = sorted(range(depth), key=lambda place: -gains[place])[: self._best_at(depth)[1]]
+        return tuple(int(place in places) for place in range(depth))
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
+        """Learn how far the drafts of a round stood, and whether the next in line did where one fell."""
         if not drafted:
             self._parked_for += 1
             return
@@ -183,22 +214,45 @@ class CostAware:
         for i in range(min(accepted + 1, drafted)):
             tries, successes = self.reach[i]
             self.reach[i] = [DECAY * tries + 1, DECAY * successes + (i < accepted)]
+        if accepted < drafted:
+            tries, successes = self.runners_up[accepted]
+            known, weight = (FORGET, 4.0 * (1 - FORGET)) if runner_up is None else (DECAY, 1.0)
+            chance = RUNNER_UP if runner_up is None else float(runner_up)
+            self.runners_up[accepted] = [known * tries + weight, known * successes + weight * chance]
 
     def ms_per_token(self, depth: int) -> float:
-        """Return the expected milliseconds per emitted token at a depth."""
-        tokens = 1.0 + sum(self._standing(depth))
-        return (self.costs.draft_ms(depth) + self.costs.verify_ms(depth + 1)) / tokens
+        """Return the expected milliseconds per emitted token at a depth, with the leaves that pay there."""
+        return self._best_at(depth)[0]
 
     @property
     def reason(self) -> str:
         """Compare the best drafting depth with plain decoding."""
         best = self._best_draft()
         drafting, plain = self.ms_per_token(best), self.ms_per_token(0)
-        parked = drafting >= MARGIN * plain
+        parked, leaves = drafting >= MARGIN * plain, sum(self.leaves(best))
+        shape = f"a tree with {leaves} leaves" if leaves else "a chain"
         return (
-            f"{'parked' if parked else f'about {best}'}: drafting {best} is expected to cost {drafting:.1f} ms "
-            f"a token, plain decoding {plain:.1f}"
+            f"{'parked' if parked else f'about {best}'}: drafting {best}, {shape}, is expected to cost "
+            f"{drafting:.1f} ms a token, plain decoding {plain:.1f}"
         )
+
+    def _best_at(self, depth: int) -> tuple[float, int]:
+        """Return the least milliseconds per token at a depth, and the number of leaves that gives it."""
+        tokens, draft_ms = 1.0 + sum(self._standing(depth)), self.costs.draft_ms(depth)
+        found = [((draft_ms + self._verify_ms[depth + 1]) / tokens, 0)]
+        if self.may_branch:
+            best = sorted(self._gains(depth), reverse=True)[: max(0, MAX_ROWS - 1 - depth)]
+            for leaves, gained in enumerate(accumulate(best), 1):
+                found.append(((draft_ms + self._verify_ms[depth + 1 + leaves]) / (tokens + gained), leaves))
+        return min(found)
+
+    def _gains(self, depth: int) -> list[float]:
+        """Return the tokens that a leaf beside each draft is expected to add."""
+        standing = [1.0, *self._standing(depth)]
+        return [
+            (standing[place] - standing[place + 1]) * self.runners_up[place][1] / self.runners_up[place][0]
+            for place in range(depth)
+        ]
 
     def _standing(self, depth: int) -> Iterator[float]:
         return accumulate((successes / tries for tries, successes in self.reach[:depth]), mul)

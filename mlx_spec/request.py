@@ -22,7 +22,9 @@ class Request:
     measured costs decide, "adaptive" the rounds before, 0 is plain decoding. eos_token_ids end the text.
     is_end: called with each new token in order; true ends the text with that token (stop strings, say).
     logprobs: rounds bring the log-probability of each token; top_logprobs: and of so many of the likeliest, to 16.
-    on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis.
+    num_leaves: verify so many runners-up beside a number of drafts; None lets measured costs decide.
+    on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis; of a tree
+    with the rows that stand.
     """
 
     prompt: Sequence[int]
@@ -33,6 +35,7 @@ class Request:
     prefill_step_size: int = 512
     logprobs: bool = False
     top_logprobs: int = 0
+    num_leaves: int | None = None
     is_end: Callable[[int], bool] = lambda token: False
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None

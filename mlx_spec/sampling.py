@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from mlx_spec.errors import RequestError
+from mlx_spec.tree import Tree
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -90,17 +91,24 @@ class Sampling:
         """Return what ``filtered`` makes of what ``processed`` makes of a round's rows."""
         return self.filtered(self.processed(logits, history, drafts))
 
-    def processed(self, logits: mx.array, history: Sequence[int], drafts: mx.array) -> mx.array:
+    def processed(
+        self, logits: mx.array, history: Sequence[int], drafts: mx.array, tree: Tree | None = None
+    ) -> mx.array:
         """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
-        logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1].
+        logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1], or those
+        on its path through a tree.
         """
         if not self.processors:
             return logits
         known = mx.concatenate([mx.array(list(history), dtype=mx.int32), drafts])
-        return mx.concatenate(
-            [self._process(known[: len(history) + j], logits[j : j + 1]) for j in range(logits.shape[0])]
-        )
+        if tree is None or tree.is_chain:
+            behind = [known[: len(history) + j] for j in range(logits.shape[0])]
+        else:
+            before = list(range(len(history)))
+            places = [[*before, *(len(history) + row - 1 for row in path[1:])] for path in tree.paths]
+            behind = [known[mx.array(place)] for place in places]
+        return mx.concatenate([self._process(tokens, logits[j : j + 1]) for j, tokens in enumerate(behind)])
 
     def filtered(self, logits: mx.array) -> mx.array:
         """Turn processed logits [R, V] into scores whose softmax is the distribution to draw from.

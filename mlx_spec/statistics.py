@@ -23,7 +23,8 @@ class Statistics:
     """Counters of one generation. Times are seconds.
 
     exactness: of the engine. rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]:
-    rounds that drafted a token at position i + 1 behind the anchor, and those in which it stood. draft_seconds,
+    rounds that drafted a token at position i + 1 behind the anchor, and those in which it stood. leaves and
+    accepted_leaves: runners-up that were verified beside these, and those that stood. draft_seconds,
     verify_seconds, host_seconds: over the ``timed_rounds`` rounds that were measured with a stop between drafting
     and verifying, which other rounds do not have.
     """
@@ -36,6 +37,8 @@ class Statistics:
     parked_rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    leaves: int = 0
+    accepted_leaves: int = 0
     timed_rounds: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -47,8 +50,12 @@ class Statistics:
         """Return an independent copy."""
         return replace(self, drafted=list(self.drafted), accepted=list(self.accepted))
 
-    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count a round that drafted and accepted so many tokens and emitted ``emitted``."""
+    def count_round(
+        self, drafted: int, accepted: int, emitted: int, leaves: int = 0, accepted_leaves: int = 0
+    ) -> None:
+        """Count a round: tokens that were drafted, accepted and emitted, and leaves beside these."""
+        self.leaves += leaves
+        self.accepted_leaves += accepted_leaves
         self.rounds += 1
         self.parked_rounds += drafted == 0
         self.tokens += emitted
@@ -112,6 +119,8 @@ class Statistics:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance": [round(a, 4) for a in self.acceptance],
+            "leaves": self.leaves,
+            "accepted_leaves": self.accepted_leaves,
             "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
             "timed_rounds": self.timed_rounds,
             "draft_seconds": round(self.draft_seconds, 4),
@@ -130,6 +139,8 @@ class Statistics:
         if self.drafted:
             shares = " ".join(f"{a:.2f}" for a in self.acceptance)
             lines.append(f"Acceptance by position: {shares}")
+        if self.leaves:
+            lines.append(f"Leaves: {self.accepted_leaves} of {self.leaves} stood")
         if self.timed_rounds:
             parts = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
             lines.append(f"Time: {parts}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_spec import noise
-from mlx_spec.accept import AcceptRule, Coupled, Greedy, Rejection, leading, rule_for
+from mlx_spec.accept import AcceptRule, Coupled, Greedy, Rejection, rule_for
 from mlx_spec.drafters.base import Proposal
 from mlx_spec.sampling import Sampling
 
@@ -79,24 +79,6 @@ def test_the_chi_square_probability_equals_tabled_values() -> None:
             observed = expected.copy()
             observed[:2] += np.array([1, -1]) * math.sqrt(value * 1e6 / 2)
             assert chi_square_p(observed, expected) == pytest.approx(probability, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("stands", "count"),
-    [
-        ([], 0),
-        ([True], 1),
-        ([False], 0),
-        ([True, True, False, True], 2),
-        ([False, True, True], 0),
-        ([True] * 7, 7),
-    ],
-)
-def test_leading_counts_up_to_the_first_failure(stands: list[bool], count: int) -> None:
-    got = leading(mx.array(stands, dtype=mx.bool_))
-    assert got.item() == count
-    assert got.dtype == mx.int32
-    assert got.shape == ()
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Coupled(5, 1.0, VOCAB), Rejection(5, 1.0)])

@@ -245,7 +245,7 @@ def test_a_sequence_that_computes_nan_is_named_and_the_others_go_on(monkeypatch:
     engine = Engine(target, BranchDrafter(target))
     first, second = open_pair(engine, num_draft_tokens=2)
     logits, rows = target.logits, mx.arange(6)[:, None]
-    monkeypatch.setattr(target, "logits", lambda hidden: mx.where(rows == 4, mx.nan, logits(hidden)))
+    monkeypatch.setattr(target, "logits", lambda hidden: mx.where(rows == 3, mx.nan, logits(hidden)))
     before = list(second.tokens)
     good, bad = engine.step([first, second])
     monkeypatch.undo()

@@ -206,7 +206,11 @@ def test_a_depth_that_varies_from_round_to_round_changes_no_token(sampler: str, 
         def depth(self) -> int:
             return int(self.random.integers(0, 8))
 
-        def update(self, drafted: int, accepted: int) -> None:
+        def leaves(self, depth: int) -> tuple[int, ...]:
+            return (0,) * depth
+
+        def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
+            assert runner_up is None
             assert 0 <= accepted <= drafted <= 7
 
     target, request = target_of("llama_sliding", None), request_of("windows", sampler)

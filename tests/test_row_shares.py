@@ -67,10 +67,10 @@ def test_a_policy_that_got_no_rows_for_long_asks_for_some() -> None:
     policy = CostAware(COSTS, 7)
     assert policy.offer().optional
     for _ in range(16):
-        policy.update(0, 0)
+        policy.update(0, 0, None)
     probe = policy.offer()
     assert not probe.optional and probe.chances
     for _ in range(2):
-        policy.update(len(probe.chances), 0)
+        policy.update(len(probe.chances), 0, None)
     assert policy.offer().optional
     assert FixedDepth(3).offer().chances == pytest.approx((0.75, 0.5625, 0.421875))

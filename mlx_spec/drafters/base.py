@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_spec.target import PagePool
+from mlx_spec.tree import Tree, chain_of, tree_of
 
 Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
 """Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
@@ -32,15 +33,24 @@ class Committed:
 class Proposal:
     """Drafted tokens for the positions behind the anchor, all lazy.
 
-    tokens: [k] int32. candidates: [k, K] token ids that each was chosen from, and probabilities: [k, K], the
-    distribution it was drawn from (None where it was not drawn). finite: for each named stage of the pass, a
-    scalar bool that is false when the stage produced NaN or infinity.
+    tokens: [k] int32. candidates: [k, K] token ids that each was chosen from, scores: [k, K], what it was chosen
+    by (None: there is nothing to put beside it), and probabilities: [k, K], the distribution it was drawn from
+    (None where it was not drawn). finite: for each named stage of the pass, a scalar bool that is false when
+    the stage produced NaN or infinity. parents: None for a chain; of a tree, see there. Its siblings were drawn
+    from one distribution, without replacement and in their order.
     """
 
     tokens: mx.array
     candidates: mx.array
     probabilities: mx.array | None = None
     finite: Mapping[str, mx.array] = field(default_factory=dict)
+    scores: mx.array | None = None
+    parents: tuple[int, ...] | None = None
+
+    @property
+    def tree(self) -> Tree:
+        """How the anchor and the tokens stand behind each other."""
+        return chain_of(self.tokens.size) if self.parents is None else tree_of(self.parents)
 
 
 @dataclass(frozen=True)

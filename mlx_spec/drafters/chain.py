@@ -256,18 +256,20 @@ class ChainDrafter:
         # Of several sequences each has its own flag.
         finite = are_finite[None] if len(asks) == 1 else mx.all(mx.isfinite(scores), axis=-1)
         tokens = mx.stack([token for token, _ in picked]).astype(mx.int32)
-        return Step(tokens, ids, [probabilities for _, probabilities in picked], finite)
+        return Step(tokens, ids, values, [probabilities for _, probabilities in picked], finite)
 
 
 @dataclass(frozen=True)
 class Step:
     """One drafted token of each of N sequences: tokens [N] int32, and the candidates ids [N, K] they are of.
 
-    probabilities: [K] of each, None where it was not drawn. finite: bool [N], whether all draft logits were.
+    scores: [N, K] float32, of the candidates. probabilities: [K] of each sequence, None where it was not drawn.
+    finite: bool [N], whether all draft logits were.
     """
 
     tokens: mx.array
     ids: mx.array
+    scores: mx.array
     probabilities: list[mx.array | None]
     finite: mx.array
 
@@ -279,6 +281,7 @@ def proposal_of(steps: Sequence[Step], n: int) -> Proposal:
         mx.stack([step.ids[n] for step in steps]),
         stack_drawn([step.probabilities[n] for step in steps]),
         {"draft logits": mx.all(mx.stack([step.finite[n] for step in steps]))},
+        mx.stack([step.scores[n] for step in steps]),
     )
 
 

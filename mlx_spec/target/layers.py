@@ -81,7 +81,15 @@ class Attention:
         # Splitting keeps a view; an index would copy.
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         attended = attention_rows(
-            queries, keys, values, past.pool, self.index, past.cached, scale=self.scale, window=self.window
+            queries,
+            keys,
+            values,
+            past.pool,
+            self.index,
+            past.cached,
+            scale=self.scale,
+            window=self.window,
+            paths=past.paths,
         )
         return self.finish(projected, attended, residual), keys_values
 

@@ -16,6 +16,9 @@ PIECE_ROWS = 32
 # Page numbers in the smallest page table.
 MIN_TABLE = 8
 
+Paths = SequenceOf[SequenceOf[int]]
+"""For each row, the rows from the first of its sequence to it, itself included, numbered within the sequence."""
+
 
 class Held(NamedTuple):
     """What one recurrent layer holds of P sequences: their states, and R rows behind these.
@@ -135,6 +138,7 @@ class Layout:
     All that changes from round to round is in here: a graph that reads it serves however the rows are shared out.
     positions: [R]. starts: [S + 1], the first row of each sequence, then R. counts: [S], its rows. lengths: [S],
     the positions it holds. pages: [S, P], see ``page_table``. slots, first, accepted: [S], its Place.
+    paths: [R, R], see attention_rows; None where each row stands behind the one before it.
     """
 
     positions: mx.array
@@ -145,6 +149,7 @@ class Layout:
     first: mx.array
     accepted: mx.array
     pages: mx.array
+    paths: mx.array | None
 
     @staticmethod
     def packed(
@@ -152,21 +157,31 @@ class Layout:
         lengths: SequenceOf[int],
         places: SequenceOf[Place],
         pages: SequenceOf[SequenceOf[int]],
+        paths: Paths | None = None,
     ) -> mx.array:
-        """Lay rows out one sequence behind another, all in one array: what the host writes costs by the piece."""
+        """Lay rows out one sequence behind another, all in one array: what the host writes costs by the piece.
+
+        paths: of each row within its sequence, for trees.
+        """
         positions = [length + i for length, count in zip(lengths, counts, strict=True) for i in range(count)]
+        if paths is not None:
+            behind = [length for length, count in zip(lengths, counts, strict=True) for _ in range(count)]
+            positions = [length + len(path) - 1 for length, path in zip(behind, paths, strict=True)]
         numbers = [*positions, *running(counts), sum(counts), *counts, *lengths]
         for part in ("slot", "first", "accepted"):
             numbers += [getattr(place, part) for place in places]
+        for path in paths or ():
+            numbers += [*path, *[-1] * (sum(counts) - len(path))]
         return mx.array([*numbers, *(number for row in page_table(pages) for number in row)], dtype=mx.int32)
 
     @staticmethod
-    def unpacked(numbers: mx.array, rows: int, sequences: int) -> "Layout":
+    def unpacked(numbers: mx.array, rows: int, sequences: int, has_paths: bool = False) -> "Layout":
         """Return the parts of what ``packed`` made, in the device's memory."""
-        sizes = [rows, sequences + 1, *[sequences] * 5]
+        sizes = [rows, sequences + 1, *[sequences] * 5, *[rows * rows] * has_paths]
         parts = mx.split(resident(numbers), list(accumulate(sizes)))
-        positions, starts, counts, lengths, slots, first, accepted, pages = parts
-        return Layout(positions, starts, counts, lengths, slots, first, accepted, pages.reshape(sequences, -1))
+        positions, starts, counts, lengths, slots, first, accepted = parts[:7]
+        paths, pages = parts[7].reshape(rows, rows) if has_paths else None, parts[-1].reshape(sequences, -1)
+        return Layout(positions, starts, counts, lengths, slots, first, accepted, pages, paths)
 
     def pieces(self, longest: int) -> "tuple[Piece, ...]":
         """Return all rows as one piece; no sequence has more than ``longest`` of them."""
@@ -199,6 +214,7 @@ class Past:
 
     positions: int32 [R], of the rows. cached, pool: the pages, for attention layers. held: by each recurrent
     layer. slots, accepted: where the sequences stand in it. pieces: the rows as recurrent layers take them.
+    paths: see Layout.
     """
 
     positions: mx.array
@@ -208,3 +224,4 @@ class Past:
     slots: mx.array
     accepted: RowSpans
     pieces: tuple[Piece, ...]
+    paths: mx.array | None = None

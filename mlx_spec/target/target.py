@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import MAX_ROWS, Cached, Linear, RowSpans, is_traceable, linear_rows
-from mlx_spec.errors import ContextFull, RequestError
+from metal_kernels import MAX_ROWS, Cached, Linear, RowSpans, ints, is_traceable, linear_rows
+from mlx_spec.errors import ContextFull, PositionError, RequestError
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
@@ -19,6 +19,7 @@ from mlx_spec.target.past import (
     Held,
     Layout,
     Past,
+    Paths,
     Recurrent,
     bounds_of,
     is_prompt,
@@ -55,6 +56,19 @@ class Pass:
         part, refused = slice(start, start + count), self.counts[index] - count
         recurrent = tuple(past.without(refused) for past in self.recurrent[index : index + 1])
         return Pass(self.hidden[part], self.taps[part], self.kv[part], (count,), recurrent)
+
+    def path(self, index: int, rows: SequenceOf[int]) -> "Pass":
+        """Return those ``rows`` of sequence number ``index`` of the pass that one path of its tree leads through.
+
+        rows: from 0 on, numbered within the sequence; each stands behind the one before it.
+        Raises PositionError as ``rows`` does, and for a path that branches in a model with recurrent layers.
+        """
+        if tuple(rows) == tuple(range(len(rows))):
+            return self.rows(index, len(rows))
+        if self.recurrent:
+            raise PositionError(f"Recurrent layers hold the states behind rows in order, not behind {list(rows)}.")
+        part = ints(*(sum(self.counts[:index]) + row for row in rows))
+        return Pass(self.hidden[part], self.taps[part], self.kv[part], (len(rows),))
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -97,7 +111,14 @@ class Target:
         # Layers of one shape share the arrays of an empty sequence.
         nets = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
         self._empty = Recurrent((nets[0].empty(dtype),) * len(nets) if nets else ())
-        self._compiled: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Callable[..., tuple[Any, ...]]] = {}
+        self._compiled: dict[
+            tuple[tuple[int, ...], int, tuple[int, ...], bool], Callable[..., tuple[Any, ...]]
+        ] = {}
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether rows of a pass may form a tree: recurrent layers step through rows in one order."""
+        return not self._empty.layers
 
     def open(self) -> Sequence:
         """Start an empty sequence in this target's pool."""
@@ -117,25 +138,39 @@ class Target:
         mx.eval(*rows.tensors.values())
         return lambda x: linear_rows(x, rows)
 
-    def forward(self, batch: SequenceOf[tuple[Sequence, mx.array]], taps: SequenceOf[int] = ()) -> Pass:
+    def forward(
+        self,
+        batch: SequenceOf[tuple[Sequence, mx.array]],
+        taps: SequenceOf[int] = (),
+        paths: Paths | None = None,
+    ) -> Pass:
         """Run the next rows of one or more sequences; nothing becomes part of a sequence.
 
         batch: (sequence, tokens [n]) pairs; the tokens stand at the positions behind what the sequence holds.
-        Lazy. Raises ContextFull when a row would stand behind the model's last position.
+        paths: of the rows of all sequences, where they form trees; a row stands as far behind as its path is long.
+        Lazy. Raises ContextFull when a row would stand behind the model's last position, RequestError for trees in
+        a model with recurrent layers.
         """
-        for sequence, tokens in batch:
-            if sequence.length + tokens.size > self.context:
-                raise ContextFull(
-                    f"{self.name} has {self.context} positions; {tokens.size} tokens behind "
-                    f"{sequence.length} do not fit."
-                )
+        if paths is not None and not self.takes_trees:
+            raise RequestError(
+                f"{self.name} has recurrent layers, which step through rows in one order: no trees."
+            )
         counts = tuple(tokens.size for _, tokens in batch)
+        for index, (sequence, tokens) in enumerate(batch):
+            first = sum(counts[:index])
+            more = tokens.size if paths is None else max(map(len, paths[first : first + tokens.size]))
+            if sequence.length + more > self.context:
+                raise ContextFull(
+                    f"{self.name} has {self.context} positions; {more} tokens behind {sequence.length} do not fit."
+                )
         pasts = [sequence.recurrent or self._empty for sequence, _ in batch]
         held, places = side_by_side(pasts)
-        run = self._runner(counts, tuple(taps), max(1, *(past.accepted for past in pasts)))
+        run = self._runner(counts, tuple(taps), max(1, *(past.accepted for past in pasts)), paths is not None)
         hidden, features, kv, kept = run(
             mx.concatenate([tokens for _, tokens in batch]),
-            Layout.packed(counts, [each.length for each, _ in batch], places, [each.pages for each, _ in batch]),
+            Layout.packed(
+                counts, [each.length for each, _ in batch], places, [each.pages for each, _ in batch], paths
+            ),
             self.pool.data,
             held,
         )
@@ -189,17 +224,18 @@ class Target:
         return Linear.of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
 
     def _runner(
-        self, counts: tuple[int, ...], taps: tuple[int, ...], most_accepted: int
+        self, counts: tuple[int, ...], taps: tuple[int, ...], most_accepted: int, has_paths: bool
     ) -> Callable[..., tuple[Any, ...]]:
         """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
         if sum(counts) > MAX_ROWS or not is_traceable():
-            return partial(self._pass, counts, None, taps, most_accepted)
+            return partial(self._pass, counts, None, taps, most_accepted, has_paths)
         # How the rows are shared out, and a number of accepted rows, would be other graphs if they were in it.
         bounds = bounds_of(counts)
-        if (sum(counts), bounds, taps) not in self._compiled:
-            graph = partial(self._pass, bounds, max(bounds), taps, PIECE_ROWS)
-            self._compiled[sum(counts), bounds, taps] = mx.compile(graph)
-        return self._compiled[sum(counts), bounds, taps]
+        key = bounds, sum(counts), taps, has_paths
+        if key not in self._compiled:
+            graph = partial(self._pass, bounds, max(bounds), taps, PIECE_ROWS, has_paths)
+            self._compiled[key] = mx.compile(graph)
+        return self._compiled[key]
 
     def _pass(
         self,
@@ -207,6 +243,7 @@ class Target:
         longest: int | None,
         taps: tuple[int, ...],
         most_accepted: int,
+        has_paths: bool,
         tokens: mx.array,
         numbers: mx.array,
         pool: mx.array,
@@ -214,12 +251,14 @@ class Target:
     ) -> tuple[Any, ...]:
         """Run rows ``counts``; with ``longest``, counts are bounds, and the layout says the numbers."""
         # mx.compile hands over plain tuples.
-        layout, layers = Layout.unpacked(numbers, tokens.size, len(counts)), tuple(Held(*each) for each in held)
+        layout = Layout.unpacked(numbers, tokens.size, len(counts), has_paths)
+        layers = tuple(Held(*each) for each in held)
         cached = Cached(layout.pages, layout.lengths, counts, None if longest is None else layout.starts)
         rows = min(most_accepted, layers[0].k.shape[0]) if layers else 1
         spans = RowSpans(layout.first, layout.accepted, rows)
         pieces = pieces_of(counts) if longest is None else layout.pieces(longest)
-        return self._run(tokens, Past(layout.positions, cached, pool, layers, layout.slots, spans, pieces), taps)
+        past = Past(layout.positions, cached, pool, layers, layout.slots, spans, pieces, layout.paths)
+        return self._run(tokens, past, taps)
 
     def _run(
         self, tokens: mx.array, past: Past, taps: tuple[int, ...]

@@ -66,6 +66,7 @@ def walk(
     """
     previous = mx.array([ask.anchor for ask in asks])
     paths: list[list[mx.array]] = [[] for _ in asks]
+    drawn_by: list[list[mx.array]] = [[] for _ in asks]
     drawn_from: list[list[mx.array | None]] = [[] for _ in asks]
     for t in range(candidates.ids.shape[1]):
         scores = candidates.unary[:, t]
@@ -76,6 +77,7 @@ def walk(
             if t < ask.count:
                 token, probabilities = ask.choose(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
                 paths[n].append(token)
+                drawn_by[n].append(scores[n])
                 drawn_from[n].append(probabilities)
         previous = mx.stack([path[-1] for path in paths])
     return [
@@ -84,6 +86,7 @@ def walk(
             candidates.ids[n, : len(path)],
             stack_drawn(drawn),
             {stage: flags[n] for stage, flags in finite.items()},
+            mx.stack(drawn_by[n]),
         )
         for n, (path, drawn) in enumerate(zip(paths, drawn_from, strict=True))
     ]
@@ -104,7 +107,7 @@ def walk_on_host(
     gates, successors = np.array(candidates.gates), np.array(candidates.successors)
     proposals = []
     for n, ask in enumerate(asks):
-        previous, path, drawn_from = ask.anchor, [], []
+        previous, path, drawn_by, drawn_from = ask.anchor, [], [], []
         for t in range(ask.count):
             scores = unary[n, t]
             if selector is not None:
@@ -113,8 +116,10 @@ def walk_on_host(
             token, probabilities = ask.choose(positions[n] + 1 + t, mx.array(ids[n, t]), mx.array(scores))
             previous = int(np.array(token))
             path.append(previous)
+            drawn_by.append(mx.array(scores))
             drawn_from.append(probabilities)
         tokens = mx.array(path, dtype=mx.int32)
         flags = {stage: flag[n] for stage, flag in finite.items()}
-        proposals.append(Proposal(tokens, candidates.ids[n, : ask.count], stack_drawn(drawn_from), flags))
+        drawn = candidates.ids[n, : ask.count], stack_drawn(drawn_from)
+        proposals.append(Proposal(tokens, *drawn, flags, mx.stack(drawn_by)))
     return proposals
