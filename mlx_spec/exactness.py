@@ -4,7 +4,7 @@ from typing import Any
 
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.costs import model_key, read_costs, write_costs
-from mlx_spec.row_check import check_rows
+from mlx_spec.row_check import check_rows, check_tree
 from mlx_spec.statistics import Exactness
 from mlx_spec.target import Target
 
@@ -17,7 +17,7 @@ def checked_exactness(target: Target, most_rows: int) -> Exactness:
     """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or read what that gave last time."""
     counts = sorted({2, most_rows})
     path = cache_folder() / "costs.json"
-    key, known = model_key(target, f"passes of {counts} rows"), read_costs(path)
+    key, known = model_key(target, f"passes of {counts} rows and a tree"), read_costs(path)
     exactness = from_json(known.get(key))
     if exactness is None:
         exactness = check(target, counts)
@@ -27,8 +27,9 @@ def checked_exactness(target: Target, most_rows: int) -> Exactness:
 
 
 def check(target: Target, counts: list[int]) -> Exactness:
-    """Compare passes of ``counts`` rows with one row at a time."""
-    differences = [d for d in check_rows(target, counts, COMPARED) if d is not None]
+    """Compare passes of ``counts`` rows, and one whose rows form a tree, with one row at a time."""
+    found = [*check_rows(target, counts, COMPARED), check_tree(target, COMPARED) if target.takes_trees else None]
+    differences = [d for d in found if d is not None]
     if differences:
         return Exactness(False, str(differences[0]))
     return Exactness(True, f"passes of {' and '.join(map(str, counts))} rows equal one row at a time")

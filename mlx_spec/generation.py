@@ -53,6 +53,7 @@ def stream_generate(
     max_tokens: int = 256,
     n: int = 1,
     num_draft_tokens: int | Literal["adaptive"] | None = None,
+    num_leaves: int | None = None,
     stop: str | Sequence[str] = (),
     logprobs: bool = False,
     top_logprobs: int = 0,
@@ -66,10 +67,11 @@ def stream_generate(
     engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
     max_tokens: -1 for no limit. n: texts to generate together; text i draws with seed + i, and is the one that
     this seed gives alone. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
-    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. stop: text that ends the
-    generation and is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the
-    likeliest tokens, up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp,
-    top_p, min_p, top_k, seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
+    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. num_leaves: verify so many
+    runners-up beside a number of drafts; None lets measured costs decide. stop: text that ends the generation and
+    is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the likeliest tokens,
+    up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
+    seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
     Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """
     if n < 1:
@@ -85,6 +87,7 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        num_leaves=num_leaves,
         is_end=streams[0].add,
         on_progress=prompt_progress_callback,
         on_verified=on_verified,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import numpy as np
 from metal_kernels import MAX_ROWS
 from mlx_spec.target import Sequence, Target
 from mlx_spec.target.pages import PAGE_SLOTS
+from mlx_spec.tree import of_path, tree_of
 
 # Positions before the rows that a model is checked with: the rows cross the end of a page.
 CONTEXT = 28
@@ -44,19 +46,41 @@ def check_rows(target: Target, counts: SequenceOf[int], compared: int = MAX_ROWS
     into the model's context are left out. The rows stand behind a text of 28 tokens, or at the beginning where the
     context or the pool is small.
     """
-    most, pages = max(counts), -(-(CONTEXT + max(counts)) // PAGE_SLOTS) + 1
-    roomy = target.context >= CONTEXT + most and target.pool.free_pages >= pages
-    context = CONTEXT if roomy else 0
-    tokens = [(7919 * i + 13) % target.vocab_size for i in range(context + most)]
-    sequence, rows = target.open(), mx.array(tokens[context:], dtype=mx.int32)
-    try:
-        target.prefill(sequence, tokens[:context])
+    with text_and_rows(target, max(counts)) as (sequence, rows):
         alone = list(logits_alone(target, sequence, rows[: min(compared, target.context)]))
         for count in counts:
-            if context + count <= target.context:
+            if sequence.length + count <= target.context:
                 logits = target.logits(target.forward([(sequence, rows[:count])]).hidden)
                 found = (compare(sequence, row, logits, alone[row]) for row in range(min(count, len(alone))))
                 yield next((difference for difference in found if difference is not None), None)
+
+
+def check_tree(target: Target, depth: int) -> Difference | None:
+    """Compare a path of a tree, ``depth`` rows behind its first, with the same rows computed one at a time.
+
+    Beside each of them lies another row, so that no row of the path follows the one before it in the pass.
+    """
+    with text_and_rows(target, 2 * depth + 1) as (sequence, rows):
+        depth = min(depth, target.context - sequence.length - 1)
+        tree = tree_of(tuple(2 * (row // 2) for row in range(2 * depth)))
+        path = tree.paths[-1]
+        logits = target.logits(target.forward([(sequence, rows[: tree.rows])], paths=tree.paths).hidden)
+        alone = logits_alone(target, sequence, of_path(rows, path))
+        found = [compare(sequence, place, of_path(logits, path), expected) for place, expected in enumerate(alone)]
+    return next((difference for difference in found if difference is not None), None)
+
+
+@contextmanager
+def text_and_rows(target: Target, count: int) -> Iterator[tuple[Sequence, mx.array]]:
+    """Open a sequence that holds a text for the time of a check, with ``count`` tokens [R] to go on with."""
+    pages = -(-(CONTEXT + count) // PAGE_SLOTS) + 1
+    roomy = target.context >= CONTEXT + count and target.pool.free_pages >= pages
+    context = CONTEXT if roomy else 0
+    tokens = [(7919 * i + 13) % target.vocab_size for i in range(context + count)]
+    sequence = target.open()
+    try:
+        target.prefill(sequence, tokens[:context])
+        yield sequence, mx.array(tokens[context:], dtype=mx.int32)
     finally:
         sequence.free()
 

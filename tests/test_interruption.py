@@ -28,6 +28,7 @@ FILES = {
     for name in (
         "engine.py",
         "lane.py",
+        "leaves.py",
         "statistics.py",
         "target/pages.py",
         "drafters/context.py",
@@ -73,12 +74,13 @@ def untrained(family: str, folder: Path) -> Engine:
     return Engine(target, load_mtp(folder, target, "tiny head"))
 
 
-def trained() -> Engine:
-    """A hybrid whose head drafts right about half of the time."""
+def trained(target: str, head: str | None = None) -> Engine:
+    """A target whose head drafts right about half of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
         patch.setattr("mlx_spec.models.check_wiring", lambda *_: None)
-        return load(str(Path(__file__).parent / "tiny_hybrid"))[0]
+        folder = Path(__file__).parent
+        return load(str(folder / target), drafter=str(folder / head) if head else "auto")[0]
 
 
 def seen(generation: Generation) -> tuple[Any, ...]:
@@ -102,23 +104,24 @@ def windowed_eagle(folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("make", "sampling", "is_trained"),
+    ("make", "sampling", "leaves", "is_trained"),
     [
-        (partial(untrained, "llama"), Sampling(), False),
-        (lambda folder: trained(), Sampling(temp=0.8, seed=5), True),
-        (windowed_eagle, Sampling(), False),
+        (partial(untrained, "llama"), Sampling(), 0, False),
+        (lambda folder: trained("tiny_hybrid"), Sampling(temp=0.8, seed=5), 0, True),
+        (windowed_eagle, Sampling(), 0, False),
+        (lambda folder: trained("tiny_pair/target", "tiny_pair/head"), Sampling(temp=0.8, seed=9), 6, True),
     ],
-    ids=["llama", "hybrid", "windowed EAGLE"],
+    ids=["llama", "hybrid", "windowed EAGLE", "trees"],
 )
 def test_a_round_may_be_interrupted_at_any_line(
-    make: Callable[[Path], Engine], sampling: Sampling, is_trained: bool, tmp_path: Path
+    make: Callable[[Path], Engine], sampling: Sampling, leaves: int, is_trained: bool, tmp_path: Path
 ) -> None:
     """The first round behind a prompt, whose rows begin a page, and the next, whose page a fork shares.
 
     Rounds are not only right afterwards: they accept what they would have accepted.
     """
     engine = make(tmp_path)
-    request = Request(TOKENS, 30, 3, sampling)
+    request = Request(TOKENS, 30, 3, sampling, num_leaves=leaves)
     generation, undisturbed = engine.start(request), run(engine, request)
     for _ in range(2):
         fork = generation.sequence.fork()
@@ -133,10 +136,13 @@ def test_a_round_may_be_interrupted_at_any_line(
             assert seen(generation) == before, line
         assert interrupt.lines > 150
         fork.free()
+    # Of the trees, one was compacted in these two rounds.
+    assert generation.statistics.accepted_leaves > 0 or not leaves
     while generation.finish_reason is None:
         engine.step(generation)
     assert generation.tokens == undisturbed.text == plain(engine.target, request).text
     assert generation.statistics.accepted == undisturbed.statistics.accepted
+    assert generation.statistics.accepted_leaves == undisturbed.statistics.accepted_leaves
     assert any(generation.statistics.accepted) or not is_trained
     engine.close(generation)
     assert engine.target.pool.pages_in_use == 0

@@ -6,11 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scripted_drafters import ScriptedDrafter, always_right, plain, right_then_wrong, run
-from tiny_models import CONFIGS, tiny_target
+from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import ContextFull
-from mlx_spec.row_check import CONTEXT, RowCheck, check_rows
+from mlx_spec.exactness import check
+from mlx_spec.row_check import CONTEXT, RowCheck, check_rows, check_tree
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
 
@@ -150,9 +151,9 @@ def test_only_the_first_rows_may_be_compared() -> None:
     passes: list[int] = []
     forward = target.forward
 
-    def counting(batch: Any, taps: Any = ()) -> Any:
+    def counting(batch: Any, taps: Any = (), paths: Any = None) -> Any:
         passes.append(sum(tokens.size for _, tokens in batch))
-        return forward(batch, taps)
+        return forward(batch, taps, paths)
 
     target.forward = counting
     perturb(target, row=2, token=7, by=3.0)
@@ -191,3 +192,31 @@ def test_no_numbers_are_equal_to_no_numbers() -> None:
     exact = target.logits
     target.logits = lambda hidden: exact(hidden) * mx.nan
     assert list(check_rows(target, [2, 4])) == [None, None]
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family not in HYBRIDS])
+def test_a_models_trees_are_equal(family: str) -> None:
+    target = tiny_target(family)
+    assert check_tree(target, 4) is None
+    assert target.pool.pages_in_use == 0
+
+
+def test_a_row_that_sees_one_off_its_path_is_reported() -> None:
+    """As if a kernel took the rows of a pass for a chain."""
+    target = tiny_target("llama")
+    forward = target.forward
+    target.forward = lambda batch, taps=(), paths=None: forward(batch, taps)
+    difference = check_tree(target, 4)
+    assert difference is not None
+    assert (difference.position, difference.row, difference.rows) == (CONTEXT + 1, 1, 5)
+    assert check(tiny_target("llama"), [2]).holds
+    assert not check(target, [2]).holds
+    assert target.pool.pages_in_use == 0
+
+
+@pytest.mark.parametrize(("size", "context"), [(32, 512), (64, 512), (512, 3), (512, 1)])
+def test_a_tree_is_checked_in_little_room(size: int, context: int) -> None:
+    target = tiny_target("llama", max_kv_size=size)
+    target.context = context
+    assert check_tree(target, 4) is None
+    assert target.pool.pages_in_use == 0

@@ -39,6 +39,16 @@ def test_a_deeper_round_lengthens_the_lists_and_a_shallower_one_does_not() -> No
     assert statistics.accepted == [2, 1, 0, 0]
 
 
+def test_leaves_are_counted_beside_the_drafts_and_told_where_there_were_some() -> None:
+    statistics = example()
+    statistics.count_round(drafted=2, accepted=1, emitted=3, leaves=2, accepted_leaves=1)
+    statistics.count_round(drafted=2, accepted=0, emitted=1, leaves=3)
+    assert (statistics.leaves, statistics.accepted_leaves) == (5, 1)
+    assert statistics.accepted == [3, 2, 0]
+    assert (statistics.as_dict()["leaves"], statistics.as_dict()["accepted_leaves"]) == (5, 1)
+    assert "Leaves: 1 of 5 stood" in str(statistics).splitlines()
+
+
 def test_shares_of_time_sum_to_one() -> None:
     shares = example().shares
     assert sum(shares.values()) == pytest.approx(1.0)

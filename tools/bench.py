@@ -40,6 +40,8 @@ class Tally:
     plain_seconds: float = 0.0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    leaves: int = 0
+    accepted_leaves: int = 0
 
     def add(self, speculative: Statistics, plain: Statistics | None) -> None:
         """Add one prompt."""
@@ -49,6 +51,8 @@ class Tally:
         self.seconds += speculative.seconds
         self.drafted = add_lists(self.drafted, speculative.drafted)
         self.accepted = add_lists(self.accepted, speculative.accepted)
+        self.leaves += speculative.leaves
+        self.accepted_leaves += speculative.accepted_leaves
         if plain is not None:
             self.plain_tokens += plain.tokens
             self.plain_seconds += plain.seconds
@@ -62,6 +66,8 @@ class Tally:
             "tokens": self.tokens,
             "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
             "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
+            "leaves": self.leaves,
+            "accepted_leaves": self.accepted_leaves,
             "tokens_per_second": round(rate, 2),
             "plain_tokens_per_second": round(plain, 2),
             "ratio": round(rate / plain, 3) if plain else 0.0,
@@ -89,6 +95,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="use so many prompts only, evenly spread over the file")
     add("--max-tokens", type=int, default=128, help="longest reply (default: 128)")
     add("--draft-tokens", default="auto", help="tokens a round: auto or a number (default: auto)")
+    add("--leaves", type=int, help="verify so many runners-up beside a number of drafts (default: by costs)")
     add("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
     add("--seed", type=int, default=0)
     add("--accept", choices=("coupled", "rejection"), default="coupled")
@@ -130,7 +137,9 @@ def measure(
     equal = compared = 0
     try:
         for item in tqdm(list(items), unit="prompt"):
-            tokens, statistics = run_prompt(engine, tokenizer, item, num_draft_tokens=depth, **options)
+            tokens, statistics = run_prompt(
+                engine, tokenizer, item, num_draft_tokens=depth, num_leaves=args.leaves, **options
+            )
             plain = None
             if not args.no_plain:
                 plain_tokens, plain = run_prompt(engine, tokenizer, item, num_draft_tokens=0, **options)
@@ -154,6 +163,8 @@ def print_table(result: dict[str, Any]) -> None:
         )
     for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
         print(f"position {position}: {share:.3f} of the drafts that far stood")
+    if leaves := result["kinds"].get("all", {}).get("leaves"):
+        print(f"leaves: {result['kinds']['all']['accepted_leaves']} of {leaves} stood")
     if result["compared_replies"]:
         print(f"replies equal to plain decoding: {result['equal_replies']} of {result['compared_replies']}")
 

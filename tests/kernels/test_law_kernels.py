@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator import launcher
+from ranked_drafter import RankedDrafter
 from scripted_drafters import Finished, ScriptedDrafter, always_right, plain, right_then_wrong, run
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
@@ -103,6 +104,26 @@ def test_branches_change_no_token(family: str, drafter_folder: Path, monkeypatch
         assert branch.tokens == text[: len(branch.tokens)]
         engine.close(branch)
     assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "sampler"),
+    [("llama_sliding", None, "greedy"), ("qwen3", 4, "coupled"), ("qwen3_moe", None, "coupled, penalties")],
+)
+def test_leaves_change_no_token(
+    family: str, bits: int | None, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three drafts and four leaves: passes of the 8 rows that all families share, in the graph of a device."""
+    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    monkeypatch.setattr(mx, "compile", lambda graph: graph)
+    target, expected = tiny_target(family, mx.bfloat16, bits), plain_text(family, bits, sampler)
+    drafter = RankedDrafter(target, expected.text, lambda proposal, index, position: int(index == proposal % 3))
+    with launching(EMULATED), noting_launches() as launched:
+        done = run(Engine(target, drafter), replace(request_of(sampler, 3), num_leaves=4))
+    assert done.text == expected.text
+    assert [len(tokens) for tokens in done.rounds[:-1]] == [2 + n % 3 for n in range(1, len(done.rounds))]
+    assert done.statistics.accepted_leaves >= len(done.rounds) - 1
+    assert "attention_rows" in {kernel.name for kernel in launched}
 
 
 @pytest.mark.parametrize(("family", "bits"), TARGETS)
