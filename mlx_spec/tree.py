@@ -87,8 +87,12 @@ class Tree:
 
         tokens: [k], of rows 1 to k. Rows off the path say ``following`` too.
         """
-        successors = [[self._behind(path, row) for row in range(self.rows)] for path in self.paths]
-        return mx.concatenate([tokens, following.reshape(1)])[self._table(successors)[last]]
+        return mx.concatenate([tokens, following.reshape(1)])[self._successors[last]]
+
+    @cached_property
+    def _successors(self) -> mx.array:
+        """Int32 [R, R]: for the path to each row, the drafted token behind each row, counted from 0, or k."""
+        return self._table([[self._behind(path, row) for row in range(self.rows)] for path in self.paths])
 
     def _behind(self, path: Sequence[int], row: int) -> int:
         """Return the number among drafted tokens of the row behind ``row`` on a path, or k."""
