@@ -17,7 +17,7 @@ PROBE_ROUNDS = 2
 PRIOR, RUNNER_UP = 0.75, 0.3
 # What is known of a runner-up that is not verified fades by this factor, so that it is looked at again.
 FORGET = 0.98
-# Drafting must promise this much less time a token than plain decoding, or it stays parked.
+# Drafting must promise this much less time a token than plain decoding, or it stays parked; leaves than none.
 MARGIN = 0.98
 
 
@@ -239,12 +239,16 @@ class CostAware:
     def _best_at(self, depth: int) -> tuple[float, int]:
         """Return the least milliseconds per token at a depth, and the number of leaves that gives it."""
         tokens, draft_ms = 1.0 + sum(self._standing(depth)), self.costs.draft_ms(depth)
-        found = [((draft_ms + self._verify_ms[depth + 1]) / tokens, 0)]
-        if self.may_branch:
-            best = sorted(self._gains(depth), reverse=True)[: max(0, MAX_ROWS - 1 - depth)]
-            for leaves, gained in enumerate(accumulate(best), 1):
-                found.append(((draft_ms + self._verify_ms[depth + 1 + leaves]) / (tokens + gained), leaves))
-        return min(found)
+        chain = (draft_ms + self._verify_ms[depth + 1]) / tokens, 0
+        if not self.may_branch:
+            return chain
+        gains = sorted(self._gains(depth), reverse=True)[: max(0, MAX_ROWS - 1 - depth)]
+        trees = [
+            ((draft_ms + self._verify_ms[depth + 1 + leaves]) / (tokens + gained), leaves)
+            for leaves, gained in enumerate(accumulate(gains), 1)
+        ]
+        best = min(trees, default=chain)
+        return best if best[0] < MARGIN * chain[0] else chain
 
     def _gains(self, depth: int) -> list[float]:
         """Return the tokens that a leaf beside each draft is expected to add."""

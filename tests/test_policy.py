@@ -161,7 +161,7 @@ def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int
         gains = [np.prod(stands[:i]) * (1 - stands[i]) * seconds[i] for i in range(depth)]
         tokens = 1 + sum(np.prod(stands[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - leaves :])
         found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + leaves)) / tokens, leaves))
-    return min(found)
+    return min(found) if min(found)[0] < MARGIN * found[0][0] else found[0]
 
 
 def test_depth_and_leaves_are_the_cheapest_by_brute_force() -> None:
