@@ -184,7 +184,11 @@ def test_broken_tokenizers(target_folder: Path, tmp_path: Path, contents: bytes 
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/where", "~/nowhere", "a/b/c", "../x", "", "demo/"])
-def test_names_that_are_neither_folder_nor_repo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_neither_folder_nor_repo(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
     monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
     message = refusal(DownloadError, name)
     assert message == f"{name!r} is neither a folder nor a Hugging Face repo (owner/name)."
