@@ -81,12 +81,11 @@ def attention_rows(
     sinks: mx.array | None = None,
     paths: mx.array | None = None,
     block: bool = False,
-    slot_major: bool = False,
 ) -> mx.array:
     """Attend from the rows of all sequences of a pass to what is cached before them and to each other.
 
     queries: [R, H, D], keys and values: [R, KV, D], all with position encoding applied; H is a multiple of KV.
-    pool: [pages, layers, 2, slots, KV, D], or with ``slot_major`` [pages, slots, layers, 2, KV, D].
+    pool: [pages, layers, 2, slots, KV, D].
     Row i of a sequence stands at position length + i. It sees the positions up to its own, at most ``window`` of
     them: a key at position p is seen from q when p <= q and q - p < window.
     paths: int32 [R, R], for trees. paths[i] lists the rows from a root to row i, numbered within their sequence,
@@ -100,9 +99,9 @@ def attention_rows(
     Raises ValueError for shapes and dtypes that do not fit.
     """
     view = View(scale, window, softcap, sinks, block)
-    _check(queries, keys, values, pool, layer, cached, view, paths, slot_major)
+    _check(queries, keys, values, pool, layer, cached, view, paths)
     if implementation() == "native" and max(cached.counts) <= MOST_ROWS:
-        return _native(queries, keys, values, pool, layer, cached, view, paths, slot_major)
+        return _native(queries, keys, values, pool, layer, cached, view, paths)
     outputs, start = [], 0
     for index, count in enumerate(cached.counts):
         rows = slice(start, start + count)
@@ -110,7 +109,7 @@ def attention_rows(
         tree = None if paths is None else paths[rows, :count]
         one = Cached(cached.pages[index : index + 1], cached.lengths[index : index + 1], (count,))
         attend = _native if implementation() == "native" and count <= MOST_ROWS else _composed
-        outputs.append(attend(*part, one, view, tree, slot_major))
+        outputs.append(attend(*part, one, view, tree))
         start += count
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -149,10 +148,9 @@ def _native(
     cached: Cached,
     view: View,
     paths: mx.array | None,
-    slot_major: bool,
 ) -> mx.array:
     rows, heads, dim = queries.shape
-    kv_heads, slots = keys.shape[1], pool.shape[1 if slot_major else 3]
+    kv_heads, slots = keys.shape[1], pool.shape[3]
     _check_kernel(dim, slots)
     pages = cached.pages if cached.pages.size else mx.zeros((len(cached.counts), 1), dtype=mx.int32)
     splits = split_of(cached.pages.shape[1] * slots + max(cached.counts) - 1) + 1
@@ -167,7 +165,7 @@ def _native(
     work = [("LANES", lanes), ("VECTORS", vectors), ("SIMDGROUPS", SIMDGROUPS)]
     partials, weights = KERNEL(
         [queries, keys, values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
-        template=[("T", queries.dtype), ("KV", kv_heads), *modes, *work, *_strides(pool, slot_major)],
+        template=[("T", queries.dtype), ("KV", kv_heads), *modes, *work, *_strides(pool)],
         groups=(kv_heads * -(-simdgroups // SIMDGROUPS), splits, len(cached.counts)),
         threads=(32 * min(simdgroups, SIMDGROUPS), 1, 1),
         shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
@@ -191,13 +189,11 @@ def _work(dim: int) -> tuple[int, int]:
     return lanes, min(4, 32 * lanes // dim)
 
 
-def _strides(pool: mx.array, slot_major: bool) -> list[tuple[str, int]]:
+def _strides(pool: mx.array) -> list[tuple[str, int]]:
     """Return the distances of pages, layers, slots, and of a value from its key, in elements."""
-    sizes = [pool.shape[i] for i in range(6)]
-    page, first, second, third = (prod(sizes[i + 1 :]) for i in range(4))
-    slot, layer, value = (first, second, third) if slot_major else (third, first, second)
+    page, layer, value, slot = (prod(pool.shape[i + 1 :]) for i in range(4))
     names = ("PAGE_STRIDE", "LAYER_STRIDE", "SLOT_STRIDE", "VALUE_STRIDE", "SLOTS")
-    return list(zip(names, (page, layer, slot, value, sizes[1 if slot_major else 3]), strict=True))
+    return list(zip(names, (page, layer, slot, value, pool.shape[3]), strict=True))
 
 
 def _starts(counts: tuple[int, ...]) -> mx.array:
@@ -213,7 +209,6 @@ def _path_by_path(
     cached: Cached,
     view: View,
     paths: mx.array,
-    slot_major: bool,
 ) -> mx.array:
     """Attend from each row of a tree as from the last row of a chain: what is on its path."""
     outputs = []
@@ -221,7 +216,7 @@ def _path_by_path(
         # Behind the path's end lie copies of its first row, which the row does not see.
         path, depth = mx.maximum(paths[row], 0), mx.sum(paths[row] >= 0) - 1
         part = queries[row : row + 1], keys[path], values[path], pool, layer, cached
-        outputs.append(_composed(*part, view, None, slot_major, depth))
+        outputs.append(_composed(*part, view, None, depth))
     return mx.concatenate(outputs)
 
 
@@ -234,7 +229,6 @@ def _composed(
     cached: Cached,
     view: View,
     paths: mx.array | None,
-    slot_major: bool,
     depth: mx.array | None = None,
 ) -> mx.array:
     """Attend from the rows of one sequence by MLX's operations; with ``depth`` from one row, which is at that key.
@@ -245,8 +239,8 @@ def _composed(
     """
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     if paths is not None and is_cpu:
-        return _path_by_path(queries, keys, values, pool, layer, cached, view, paths, slot_major)
-    count, slots, length = keys.shape[0], pool.shape[1 if slot_major else 3], cached.lengths[0]
+        return _path_by_path(queries, keys, values, pool, layer, cached, view, paths)
+    count, slots, length = keys.shape[0], pool.shape[3], cached.lengths[0]
     more = -(-count // slots)
     pages = mx.concatenate([cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
     pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
@@ -255,7 +249,7 @@ def _composed(
     row_at = new_at if depth is None else (length + depth)[None]
 
     def lay_out(side: int, new: mx.array) -> mx.array:
-        old = pool[:, :, layer, side][pages] if slot_major else pool[pages, layer, side]
+        old = pool[pages, layer, side]
         rows = old.reshape(-1, *new.shape[1:])
         if side == 1:
             # Slots of no position may hold anything, and 0 times infinity is not 0.
@@ -320,7 +314,6 @@ def _check(
     cached: Cached,
     view: View,
     paths: mx.array | None,
-    slot_major: bool,
 ) -> None:
     if queries.ndim != 3 or keys.ndim != 3:
         raise ValueError(f"Queries must be [R, H, D] and keys [R, KV, D], not {queries.shape} and {keys.shape}.")
@@ -339,10 +332,12 @@ def _check(
             "Queries, keys, values and pool must all be bfloat16, float16 or float32, "
             f"not {', '.join(map(str, dtypes))}."
         )
-    layers = pool.shape[2 if slot_major else 1] if pool.ndim == 6 else 0
-    if pool.ndim != 6 or pool.shape[3 if slot_major else 2] != 2 or pool.shape[4:] != (kv_heads, dim):
-        form = "[pages, slots, layers, 2, KV, D]" if slot_major else "[pages, layers, 2, slots, KV, D]"
-        raise ValueError(f"The pool must be {form} with {kv_heads} KV heads of {dim} numbers, not {pool.shape}.")
+    layers = pool.shape[1] if pool.ndim == 6 else 0
+    if pool.ndim != 6 or pool.shape[2] != 2 or pool.shape[4:] != (kv_heads, dim):
+        raise ValueError(
+            f"The pool must be [pages, layers, 2, slots, KV, D] with {kv_heads} KV heads of {dim} numbers, "
+            f"not {pool.shape}."
+        )
     if not 0 <= layer < layers:
         raise ValueError(f"The pool holds layers 0 to {layers - 1}, not {layer}.")
     if view.window is not None and view.window < 1:

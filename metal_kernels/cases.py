@@ -138,7 +138,7 @@ def attention(
     places = [(p // SLOTS, p % SLOTS) for p in range(context, context + ROWS)]
     pages, slots = (mx.array(part) for part in zip(*places, strict=True))
     held[pages, 1, :, slots] = mx.stack([keys, values], axis=1)
-    pool = mx.contiguous((held.transpose(0, 3, 1, 2, 4, 5) if options.get("slot_major") else held)[::-1])
+    pool = mx.contiguous(held[::-1])
     table = mx.array([list(reversed(range(count)))], dtype=mx.int32)
     options |= {"scale": dim**-0.5, "sinks": random(4, heads) if sinks else None}
 
@@ -326,7 +326,7 @@ CASES = (
     Case("attention_rows", partial(attention, dim=128)),
     Case("attention_rows, window, sinks, softcap", partial(attention, window=70, softcap=20.0, sinks=True)),
     Case("attention_rows, tree", partial(attention, dim=128, parents=TREE)),
-    Case("attention_rows, block", partial(attention, block=True, window=70, slot_major=True)),
+    Case("attention_rows, block", partial(attention, block=True, window=70)),
     Case("qkv_norm_rope", projection),
     Case("qkv_norm_rope, gated", partial(projection, gated=True)),
     Case("context_kv", context_keys),

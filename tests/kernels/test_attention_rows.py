@@ -71,7 +71,7 @@ class Problem:
             {"scale": dim**-0.5, **options},
         )
 
-    def run(self, *, slot_major: bool = False, seed: int = 0, padding: int = 0) -> mx.array:
+    def run(self, *, seed: int = 0, padding: int = 0) -> mx.array:
         """Attend over shuffled pages of a pool that is NaN wherever no position of a sequence stands."""
         rng = np.random.default_rng(seed)
         held = [-(-past.shape[0] // self.slots) for past in self.past]
@@ -89,10 +89,9 @@ class Problem:
             self.queries,
             self.keys,
             self.values,
-            pages.transpose(0, 3, 1, 2, 4, 5) if slot_major else pages,
+            pages,
             LAYER,
             cached,
-            slot_major=slot_major,
             **self.options,
         )
 
@@ -266,7 +265,6 @@ def test_options_equal_the_formula(implementation: str, name: str) -> None:
         problem = Problem.random((length,), (16,), **OPTIONS[name])
         with running(implementation):
             assert_equals_formula(problem, problem.run(padding=1))
-            assert_equals_formula(problem, problem.run(slot_major=True))
 
 
 @pytest.mark.parametrize("implementation", ["native", "stock", "reference"])
@@ -416,7 +414,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"keys": mx.zeros((2, 2, 32), dtype=mx.float16)}, "must all be bfloat16"),
         ({"pool": mx.zeros((1, LAYERS, 2, 32, 2, 32), dtype=mx.bfloat16)}, "must all be bfloat16"),
         ({"pool": mx.zeros((1, 32, LAYERS, 2, 2, 32))}, r"\[pages, layers, 2, slots, KV, D\]"),
-        ({"slot_major": True}, r"\[pages, slots, layers, 2, KV, D\]"),
         ({"layer": LAYERS}, "layers 0 to 2, not 3"),
         ({"window": 0}, "at least 1 position"),
         ({"sinks": mx.zeros((3,))}, "4 heads"),
