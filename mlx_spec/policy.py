@@ -14,7 +14,7 @@ DECAY = 0.94
 FIRST_WAIT, LONGEST_WAIT = 16, 256
 PROBE_ROUNDS = 2
 # What a draft's chance to stand is taken for where nothing is known, and the runner-up's where the draft fell.
-PRIOR, RUNNER_UP = 0.75, 0.3
+PRIOR, RUNNER_UP = 0.75, 0.25
 # What is known of a runner-up that is not verified fades by this factor, so that it is looked at again.
 FORGET = 0.98
 # Drafting must promise this much less time a token than plain decoding, or it stays parked; leaves than none.

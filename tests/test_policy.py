@@ -206,7 +206,7 @@ def test_a_runner_up_that_never_stands_is_left_out_and_looked_at_again() -> None
         costs.append(policy.leaves(1)[0])
         policy.update(1, 0, False if costs[-1] else None)
     assert costs[0] == 1 and policy.runners_up[0][0] < 30
-    dear = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.8}, {1: 1.0}), 1, prior=0.5, may_branch=True)
+    dear = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.4}, {1: 1.0}), 1, prior=0.5, may_branch=True)
     looks = []
     for _ in range(400):
         looks.append(dear.leaves(1)[0])
