@@ -25,6 +25,8 @@ STATS = {
     "seconds",
     "rounds",
     "parked_rounds",
+    "leaves",
+    "accepted_leaves",
     "accepted_length",
     "drafted",
     "accepted",
