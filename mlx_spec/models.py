@@ -114,9 +114,18 @@ def chosen_kernels(exact: bool) -> Implementation:
 
 
 def drafter_name(model: str, drafter: str | None) -> str | None:
-    """Return the folder or repo of the drafter to use with a model, or None."""
+    """Return the folder or repo of the drafter to use with a model, or None.
+
+    Raises DrafterMismatch for the EAGLE head of a model that comes without one.
+    """
     if drafter == "auto":
         return str(DRAFTER_FOLDER) if model == DEMO else None
+    ships_one = model == DEMO and has_config(EAGLE_FOLDER)
+    if drafter == EAGLE and not ships_one and not Path(EAGLE).is_dir():
+        raise DrafterMismatch(
+            f"{model} comes with no EAGLE head: give --drafter the folder or repo of one that was trained for it, "
+            "or train one with tools.train_eagle."
+        )
     return drafter
 
 

@@ -171,3 +171,13 @@ def test_a_head_of_another_model_is_refused_by_what_differs(model: Path, tmp_pat
     tensors = eagle_tensors(config) | vocabulary([1, 2, 300], 301)
     with pytest.raises(DrafterMismatch, match=f"1, 2, 300, no ascending ids below {len(TOKENS)}"):
         load(str(model), str(write_eagle(tmp_path, config, tensors)))
+
+
+def test_a_model_without_a_head_of_its_own(
+    model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DrafterMismatch, match="comes with no EAGLE head: give --drafter the folder or repo"):
+        load(str(model), "eagle")
+    shutil.copytree(head, tmp_path / "eagle")
+    assert drafter_of(load(str(model), "eagle")[0]).name == "eagle"
