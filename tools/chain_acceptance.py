@@ -1,6 +1,7 @@
 """How far the drafts of a chain stand in decoding, worked out from one pass over held-out replies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,3 +34,9 @@ def accepted_length(stands: list[np.ndarray], depth: int) -> float:
         cut = np.minimum(row, depth)
         lengths += [1 + int(cut[at]) for at in decoding_rounds(cut)]
     return round(float(np.mean(lengths)), 3) if lengths else 0.0
+
+
+def told(result: dict[str, Any]) -> Iterator[str]:
+    """Say how far the drafts of a trained head stand."""
+    for depth, length in result["accepted_length"].items():
+        yield f"{depth} drafts a round: accepted length {length}"

@@ -18,19 +18,18 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from metal_kernels.implementations import using
 from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.eagle.contract import Contract, HeadConfig, read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.tensors import head_tensors
 from tools import chain_loss
-from tools.chain_acceptance import accepted_length, standing_drafts
+from tools.chain_acceptance import accepted_length, standing_drafts, told
 from tools.chain_loss import standing
 from tools.eagle_chains import chains
-from tools.quantize_drafter import add_packing_arguments, packing
 from tools.train_data import Replies, frequent_tokens
 from tools.train_dflash2 import Frozen, run_target
-from tools.train_drafter import first_process, fit, freeze_target, make_optimizer, make_step, shipped_weights
+from tools.train_drafter import freeze_target
+from tools.training import add_training_arguments, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
 # How deep chains are when acceptance is measured.
@@ -44,25 +43,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_training_arguments(parser, batch_size=32, resumed=", with its vocabulary")
     add = parser.add_argument
-    add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
-    add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
-    add("--heldout", required=True, help=".npz of replies to measure acceptance on")
-    add("--out", required=True, help="folder for the checkpoint")
     add("--chain", type=int, default=5, help="steps that each chain is trained for")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
     add("--taps", type=int, nargs="+", help="target layers whose output is read (default: 4, evenly spread)")
     add("--draft-vocab", type=int, default=8192, help="tokens of the head's own vocabulary, most frequent first")
     add("--target-head", action="store_true", help="score with the target's output head, and have none of its own")
-    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
-    add("--batch-size", type=int, default=32, help="sequences a step, on each GPU")
-    add("--max-length", type=int, default=512, help="tokens of a sequence")
-    add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
-    add("--steps", type=int, default=4000)
-    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
-    add("--resume", type=Path, help="start from this checkpoint, of the same shape, with its vocabulary")
-    add("--seed", type=int, default=0)
-    add_packing_arguments(parser)
     return parser
 
 
@@ -154,9 +141,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     head = initial_head(config, contract, frozen, target.model.norm.weight, args)
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
-    optimizer = make_optimizer()
-    optimizer.init(head.trainable_parameters())
-    packed = packing(head, args)
     score = head.get("lm_head") or frozen.score
 
     def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
@@ -165,8 +149,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         outputs = chains(head, contract, config, frozen.embedding, tokens, taps, args.chain)
         return chain_loss.loss(outputs, score, frozen, tokens, lengths, firsts, hidden, args.hard)
 
-    history = fit(args, make_step(head, loss, optimizer, packed), optimizer, replies)
-    head.set_dtype(mx.bfloat16)
+    history, packed = learn(args, head, loss, replies)
     if first_process():
         save(Path(args.out), raw, config, contract, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
@@ -178,13 +161,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     stands = standing_drafts(stand, heldout, args.max_length)
     return {
-        "steps": history[-1][0],
-        "seconds": round(time.perf_counter() - started, 1),
-        "replies": len(replies),
-        "tokens": int(len(replies.tokens)),
-        "parameters": sum(v.size for _, v in tree_flatten(head.parameters())),
+        **facts(history, started, replies, head),
         "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
-        "step_seconds_loss": history[:: max(1, len(history) // 20)],
     }
 
 
@@ -214,16 +192,7 @@ def save(
 
 def main() -> None:
     """Run the command."""
-    args = setup_arg_parser().parse_args()
-    with using("stock"):  # our kernels have no gradients
-        result = train(args)
-    if not first_process():
-        return
-    for depth, length in result["accepted_length"].items():
-        print(f"{depth} drafts a round: accepted length {length}")
-    arguments = {name: str(value) for name, value in vars(args).items()}
-    Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
-    print(json.dumps({"arguments": arguments, **result}))
+    run(setup_arg_parser().parse_args(), train, told)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.target import Target
 from tools import train_dflash2 as dflash2
-from tools import train_drafter
+from tools import train_drafter, training
 from tools.quantize_drafter import packing, plain_tensors
 from tools.train_data import Replies, batches, frequent_tokens, make_batch
 from tools.train_prompts import opening, own_prompts
@@ -177,7 +177,7 @@ def test_trained_weights_are_the_packed_ones_and_gradients_pass() -> None:
     packed = packing(model, args)
     assert {how["bits"] for path, how in packed.items() if path.endswith("codebook")} == {3}
     weights = model.trainable_parameters()
-    shipped = dict(tree_flatten(train_drafter.shipped_weights(weights, packed)))
+    shipped = dict(tree_flatten(training.shipped_weights(weights, packed)))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
     kept = plain_tensors(model)
@@ -186,7 +186,7 @@ def test_trained_weights_are_the_packed_ones_and_gradients_pass() -> None:
         assert mx.array_equal(shipped[f"{path}.weight"].astype(mx.bfloat16), kept[f"{path}.weight"])
 
     def total(weights: Any) -> mx.array:
-        return mx.sum(train_drafter.shipped_weights(weights, packed)["fc"]["weight"] * 2)
+        return mx.sum(training.shipped_weights(weights, packed)["fc"]["weight"] * 2)
 
     assert (mx.grad(total)(weights)["fc"]["weight"] == 2).all()
 
@@ -212,7 +212,7 @@ def test_frequent_tokens_are_ascending_and_hold_what_they_must() -> None:
 
 
 def test_the_rate_warms_up_and_ends_at_zero() -> None:
-    rates = [train_drafter.schedule(1.0, step, 1000).item() for step in (1, 30, 500, 1000)]
+    rates = [training.schedule(1.0, step, 1000).item() for step in (1, 30, 500, 1000)]
     assert rates[0] == pytest.approx(1 / 30)
     assert rates[1] == 1.0
     assert 0.4 < rates[2] < 0.6

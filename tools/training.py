@@ -1,0 +1,219 @@
+"""The training loop that all drafters share.
+
+Weights are kept in float32 and computed with as ``tools.quantize_drafter`` packs them, so packing costs nothing.
+Matrices of the layers learn by Muon, the rest by AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run
+over several GPUs.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx.utils import tree_flatten, tree_map_with_path
+from tqdm import tqdm
+
+from metal_kernels.implementations import using
+from tools.quantize_drafter import add_packing_arguments, packing
+from tools.train_data import Batch, Replies, batches
+
+# Steps that compile, and are left out when the schedule is fitted to a time limit.
+FIRST_TIMED = 10
+# AdamW's rate as a share of Muon's.
+ADAMW_SHARE = 0.05
+
+Inputs = Callable[[Batch, np.random.Generator], tuple[mx.array, ...]]
+History = list[tuple[int, float, float]]
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, resumed: str) -> None:
+    """Add what every trainer takes. resumed: of which shape a checkpoint to start from must be."""
+    add = parser.add_argument
+    add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
+    add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
+    add("--heldout", required=True, help=".npz of replies to measure acceptance on")
+    add("--out", required=True, help="folder for the checkpoint")
+    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
+    add("--batch-size", type=int, default=batch_size, help="sequences a step, on each GPU")
+    add("--max-length", type=int, default=512, help="tokens of a sequence")
+    add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
+    add("--steps", type=int, default=4000)
+    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--resume", type=Path, help=f"start from this checkpoint, of the same shape{resumed}")
+    add("--seed", type=int, default=0)
+    add_packing_arguments(parser)
+
+
+def run(
+    args: argparse.Namespace,
+    train: Callable[[argparse.Namespace], dict[str, Any]],
+    told: Callable[[dict[str, Any]], Iterable[str]],
+) -> None:
+    """Train, print the lines that are ``told`` of the result, and write it beside the checkpoint."""
+    with using("stock"):  # our kernels have no gradients
+        result = train(args)
+    if not first_process():
+        return
+    for line in told(result):
+        print(line)
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
+    print(json.dumps({"arguments": arguments, **result}))
+
+
+def learn(
+    args: argparse.Namespace,
+    model: nn.Module,
+    loss: Callable[..., mx.array],
+    replies: Replies,
+    inputs: Inputs = lambda batch, rng: batch.arrays,
+) -> tuple[History, dict[str, dict[str, Any]]]:
+    """Train a drafter's modules, which are bfloat16 afterwards. loss, inputs: see ``make_step`` and ``fit``.
+
+    Returns (step, seconds, loss) of some steps, and how each module is to be packed.
+    """
+    optimizer = make_optimizer()
+    optimizer.init(model.trainable_parameters())
+    packed = packing(model, args)
+    history = fit(args, make_step(model, loss, optimizer, packed), optimizer, replies, inputs)
+    mx.eval(model.parameters())
+    model.set_dtype(mx.bfloat16)
+    return history, packed
+
+
+def facts(history: History, started: float, replies: Replies, model: nn.Module) -> dict[str, Any]:
+    """Return what a model card says of any training that ``started`` then, by ``time.perf_counter``."""
+    return {
+        "steps": history[-1][0],
+        "seconds": round(time.perf_counter() - started, 1),
+        "replies": len(replies),
+        "tokens": int(len(replies.tokens)),
+        "parameters": sum(v.size for _, v in tree_flatten(model.parameters())),
+        "step_seconds_loss": history[:: max(1, len(history) // 20)],
+    }
+
+
+def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
+    """Return the weights as they will be computed with: rounded to what packing keeps, gradients passing through.
+
+    Codebooks stay in float32, so that the gradients of frequent tokens, sums over many rows, are not rounded away.
+    """
+
+    def ship(path: str, weight: mx.array) -> mx.array:
+        how, weight = packed.get(path.removesuffix(".weight")), weight.astype(mx.float32)
+        if how is not None:
+            kept = mx.dequantize(*mx.quantize(mx.stop_gradient(weight).astype(mx.bfloat16), **how), **how)
+            weight = weight + mx.stop_gradient(kept - weight)
+        return weight if path.endswith("codebook.weight") else weight.astype(mx.bfloat16)
+
+    return tree_map_with_path(ship, weights)
+
+
+def make_step(
+    model: nn.Module, loss: Callable[..., mx.array], optimizer: Any, packed: dict[str, dict[str, Any]]
+) -> Callable[..., mx.array]:
+    """Return the compiled training step of a drafter: what ``loss`` takes, to the loss before the step.
+
+    ``loss`` runs the drafter's modules, which hold their weights as they will be computed with.
+    """
+    group = processes()
+
+    def shipped_loss(weights: Any, *inputs: mx.array) -> mx.array:
+        model.update(shipped_weights(weights, packed))
+        return loss(*inputs)
+
+    state = [model.state, optimizer.state, mx.random.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(*inputs: mx.array) -> mx.array:
+        master = model.trainable_parameters()
+        value, gradients = mx.value_and_grad(shipped_loss)(master, *inputs)
+        model.update(master)
+        if group is not None:
+            gradients = nn.average_gradients(gradients, group)
+        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
+        optimizer.update(model, gradients)
+        return value
+
+    return step
+
+
+def processes() -> mx.distributed.Group | None:
+    """Return the processes that ``mlx.launch`` started, or None if it did not start this one."""
+    if "MLX_RANK" not in os.environ:
+        return None
+    return mx.distributed.init(backend="nccl" if mx.cuda.is_available() else "any")
+
+
+def first_process() -> bool:
+    """Whether this process is the one that writes files."""
+    group = processes()
+    return group is None or group.rank() == 0
+
+
+def make_optimizer() -> optimizers.MultiOptimizer:
+    """Return Muon for the matrices of the layers and AdamW for everything else."""
+    muon = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
+    adamw = optimizers.AdamW(mx.array(0.0), betas=[0.9, 0.95], weight_decay=0.01)
+    return optimizers.MultiOptimizer(
+        [muon, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"]
+    )
+
+
+def fit(
+    args: argparse.Namespace,
+    step: Callable[..., mx.array],
+    optimizer: optimizers.MultiOptimizer,
+    replies: Replies,
+    inputs: Inputs,
+) -> History:
+    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights.
+
+    inputs: makes what ``step`` takes of a batch; what has to be drawn comes from the generator.
+    """
+    group = processes()
+    rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
+    source = batches(replies, args.batch_size, args.max_length, rng)
+    started, steps, history, value = time.perf_counter(), args.steps, [], mx.array(0.0)
+    with tqdm(total=steps, desc="training", mininterval=5, disable=not first_process()) as bar:
+        try:
+            for done in count(1):
+                if done == FIRST_TIMED:
+                    timed_from = time.perf_counter()
+                if args.time_limit and done in (2 * FIRST_TIMED, 20 * FIRST_TIMED):
+                    pace = (time.perf_counter() - timed_from) / (done - FIRST_TIMED)
+                    steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
+                    if group is not None:
+                        steps = int(mx.distributed.all_sum(mx.array(steps), group=group).item()) // group.size()
+                    bar.total = steps
+                for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
+                    part.learning_rate = schedule(share * args.learning_rate, done, steps)
+                last, value = value, step(*inputs(next(source), rng))
+                mx.async_eval(value)
+                # While a step runs, the next is prepared.
+                loss = float((last if done < steps else value).item())
+                bar.update()
+                if done % 100 == 0 or done >= steps:
+                    history.append((done, round(time.perf_counter() - started, 1), round(loss, 4)))
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                if done >= steps:
+                    return history
+        except KeyboardInterrupt:
+            bar.write("stopped; saving what there is")
+    return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
+
+
+def schedule(peak: float, step: int, steps: int) -> mx.array:
+    """Return the rate of step 1 ff.: linear warm-up over 3 % of the steps, then a cosine to zero."""
+    warm = max(1, int(0.03 * steps))
+    if step <= warm:
+        return mx.array(peak * step / warm)
+    return mx.array(peak * 0.5 * (1 + np.cos(np.pi * min(1.0, (step - warm) / max(1, steps - warm)))))
