@@ -1,4 +1,4 @@
-"""The output head of drafts: of the whole vocabulary, or of some of its tokens."""
+"""What binds a head to its target: its sizes, and the output head of drafts, of all tokens or of some."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,19 @@ class DraftHead:
         """Return the most likely tokens [R] of rows [R, H]."""
         best = mx.argmax(self.score(hidden), axis=-1)
         return best if self.ids is None else self.ids[best]
+
+
+def check_target(hidden_size: int | None, vocab_size: int | None, target: Target, name: str) -> None:
+    """Raise DrafterMismatch, with both numbers, when a head of these sizes was made for another target."""
+    for what, needed, found in (
+        ("hidden size", hidden_size, target.hidden_size),
+        ("vocabulary size", vocab_size, target.vocab_size),
+    ):
+        if needed != found:
+            raise DrafterMismatch(
+                f"{name} expects {what} {needed}; target {target.name} has {found}. "
+                "Use the head that was trained with this target."
+            )
 
 
 def draft_head(

@@ -11,7 +11,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.checkpoint import load_tensors, pack_head
-from mlx_spec.drafters.draft_head import draft_head
+from mlx_spec.drafters.draft_head import check_target, draft_head
 from mlx_spec.drafters.eagle.contract import (
     Contract,
     HeadConfig,
@@ -48,7 +48,7 @@ def load_eagle(
     refuse_other_heads(raw, name)
     tensors = head_tensors(read_head(folder, name), name)
     config, contract = read_head_config(raw, name), read_contract(raw, is_fused(tensors), target.num_layers, name)
-    check_target(config, target, name)
+    check_target(config.target_hidden_size, config.vocab_size, target, name)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, t2d, target, name)
     if is_targets_embedding(tensors.get("embed_tokens.weight"), target):
@@ -64,19 +64,6 @@ def load_eagle(
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
     rows = EagleRows.of(head, config, contract, name)
     return ChainDrafter("eagle", rows, contract.taps, target, scores, head.get("embed_tokens"))
-
-
-def check_target(config: HeadConfig, target: Target, name: str) -> None:
-    """Raise DrafterMismatch, with both numbers, when a head was made for another target."""
-    for what, needed, found in (
-        ("hidden size", config.target_hidden_size, target.hidden_size),
-        ("vocabulary size", config.vocab_size, target.vocab_size),
-    ):
-        if needed != found:
-            raise DrafterMismatch(
-                f"{name} expects {what} {needed}; target {target.name} has {found}. "
-                "Use the head that was trained with this target."
-            )
 
 
 def build_head(

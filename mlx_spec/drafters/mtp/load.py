@@ -12,7 +12,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_spec.config_file import read_config as read_config_file
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.checkpoint import load_tensors, pack_head, read_files
-from mlx_spec.drafters.draft_head import draft_head
+from mlx_spec.drafters.draft_head import check_target, draft_head
 from mlx_spec.drafters.mtp.contract import contract_of, plain_type
 from mlx_spec.drafters.mtp.head import MTPHead, MTPRows
 from mlx_spec.drafters.mtp.source import head_files
@@ -51,7 +51,7 @@ def load_mtp(
     tensors = head_tensors(read_files(files, name), contract, target.num_layers, name)
     if not tensors:
         raise DrafterMismatch(no_head(name))
-    check_target(config, target, name)
+    check_target(config.get("hidden_size"), config.get("vocab_size"), target, name)
     d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
@@ -84,19 +84,6 @@ def packing_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return how a model is quantised by its ``config.json``, or None."""
     packing = config.get("quantization") or {}
     return {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing} or None
-
-
-def check_target(config: dict[str, Any], target: Target, name: str) -> None:
-    """Raise DrafterMismatch, with both numbers, when a head was made for another target."""
-    for what, key, found in (
-        ("hidden size", "hidden_size", target.hidden_size),
-        ("vocabulary size", "vocab_size", target.vocab_size),
-    ):
-        if config.get(key) != found:
-            raise DrafterMismatch(
-                f"{name} expects {what} {config.get(key)}; target {target.name} has {found}. "
-                "Use the head that was trained with this target."
-            )
 
 
 def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
