@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.drafters.eagle.contract import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
-from tools.chain_loss import loss, standing
+from tools.chain_loss import every_anchor, loss, standing
 from tools.eagle_chains import chains
-from tools.train_dflash2 import Frozen, run_target
+from tools.teacher import Frozen, run_target
 
 FOLDER = Path(__file__).parent / "tiny_eagles"
 TARGET: dict[str, Any] = {
@@ -92,7 +92,7 @@ class Drafting(nn.Module):
     def outputs(self, embedding: mx.array, tokens: mx.array, taps: mx.array, hidden: mx.array) -> list[mx.array]:
         """Run chains from every row."""
         read = taps if self.fused else hidden
-        return chains(self.head, self.contract, self.sizes, embedding, tokens, read, CHAIN)
+        return chains(self.head, self.contract, self.sizes, embedding, tokens, read, every_anchor(tokens), CHAIN)
 
     def frozen(self, embedding: mx.array, ids: mx.array) -> Frozen:
         """Return the target's part of the loss, over ``ids`` in EAGLE-3 and the whole vocabulary in EAGLE-1."""
@@ -124,13 +124,14 @@ class Trio(nn.Module):
     def losses(self, tokens: mx.array, ids: mx.array) -> mx.array:
         """Sum of the language model's loss and the heads', over sequences [N, S]."""
         embedding = self.target.model.embed_tokens.weight
-        seen = run_target(self.target, tokens, self.heads["eagle3"].contract.taps)
-        total = nn.losses.cross_entropy(seen.hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
-        embedding, taps, hidden = (mx.stop_gradient(x) for x in (embedding, seen.taps, seen.hidden))
+        hidden, taps = run_target(self.target, tokens, self.heads["eagle3"].contract.taps)
+        total = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
+        embedding, taps, hidden = (mx.stop_gradient(x) for x in (embedding, taps, hidden))
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
+        anchors = every_anchor(tokens)
         for each in self.heads.values():
             frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, taps, hidden)
-            total += loss(outputs, each.score(frozen), frozen, tokens, lengths, 0 * lengths, hidden, hard=0.5)
+            total += loss(outputs, each.score(frozen), frozen, tokens, lengths, anchors, hidden, hard=0.5)
         return total
 
 
@@ -191,11 +192,12 @@ def main() -> None:
     ids = mx.array(np.sort(frequent).astype(np.int32))
     trio = train(parser.parse_args().steps, data, ids)
     tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
-    seen = run_target(trio.target, tokens, trio.heads["eagle3"].contract.taps)
+    hidden, taps = run_target(trio.target, tokens, trio.heads["eagle3"].contract.taps)
     embedding = trio.target.model.embed_tokens.weight
     for kind, each in trio.heads.items():
-        frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, seen.taps, seen.hidden)
-        stands = np.array(standing(outputs, each.score(frozen), frozen, tokens, mx.full((32,), LENGTH)))
+        frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, taps, hidden)
+        ends, anchors = mx.full((32,), LENGTH), every_anchor(tokens)
+        stands = np.array(standing(outputs, each.score(frozen), frozen, tokens, ends, anchors))
         print(kind, "share of chains that stand that far:", [float((stands > k).mean()) for k in range(CHAIN)])
     save(trio, ids)
 

@@ -30,9 +30,9 @@ from mlx_spec.drafters.mtp.contract import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
 from mlx_spec.target.layers import is_recurrent
-from tools.chain_loss import loss, standing
+from tools.chain_loss import every_anchor, loss, standing
 from tools.mtp_chains import chains
-from tools.train_dflash2 import Frozen
+from tools.teacher import Frozen
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {kind: Path(__file__).parent / f"tiny_{kind}" for kind in ("pair", "hybrid")}
@@ -118,10 +118,11 @@ class Pair(nn.Module):
         embedding = self.target.model.embed_tokens.weight
         own = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
         hidden, embedding = mx.stop_gradient(hidden), mx.stop_gradient(embedding)
-        outputs = chains(self.head, QWEN, self.config, embedding, tokens, hidden, CHAIN)
+        anchors = every_anchor(tokens)
+        outputs = chains(self.head, QWEN, self.config, embedding, tokens, hidden, anchors, CHAIN)
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
         held = frozen(embedding)
-        return own + loss(outputs, held.score, held, tokens, lengths, 0 * lengths, hidden, hard=0.5)
+        return own + loss(outputs, held.score, held, tokens, lengths, anchors, hidden, hard=0.5)
 
 
 def frozen(embedding: mx.array) -> Frozen:
@@ -199,9 +200,10 @@ def main() -> None:
     pair = train(CONFIGS[args.kind], data, args.steps)
     tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
     hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
-    outputs = chains(pair.head, QWEN, pair.config, embedding, tokens, hidden, CHAIN)
+    anchors = every_anchor(tokens)
+    outputs = chains(pair.head, QWEN, pair.config, embedding, tokens, hidden, anchors, CHAIN)
     held = frozen(embedding)
-    stands = np.array(standing(outputs, held.score, held, tokens, mx.full((32,), LENGTH)))
+    stands = np.array(standing(outputs, held.score, held, tokens, mx.full((32,), LENGTH), anchors))
     print(
         "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
     )

@@ -1,14 +1,15 @@
-"""Chains of an EAGLE head from every position of a batch, with gradients."""
+"""Chains of an EAGLE head behind anchors of a batch, with gradients."""
 
 import mlx.core as mx
 
 from mlx_spec.drafters.eagle.contract import Contract, HeadConfig
 from mlx_spec.drafters.eagle.head import EagleHead
-from tools.chain_loss import attend, project
+from tools.chain_loss import attend, project, token_behind
+from tools.teacher import gather_rows
 
 
 def features(head: EagleHead, contract: Contract, taps: mx.array) -> mx.array:
-    """Turn the target's hidden states [N, S, T * H] into what the head reads, [N, S, H]."""
+    """Turn the target's hidden states [N, R, T * H] into what the head reads, [N, R, H]."""
     if not contract.fused:
         return taps
     if "input_norm" in head:
@@ -26,29 +27,37 @@ def chains(
     embedding: mx.array,
     tokens: mx.array,
     taps: mx.array,
+    anchors: mx.array,
     steps: int,
 ) -> list[mx.array]:
-    """Run a chain of ``steps`` from every row but the last, each step with the token that came.
+    """Run a chain of ``steps`` behind every anchor [N, A], each step with the token that came.
 
-    embedding: [V, H]. tokens: [N, S], taps: [N, S, T * H] of the target. Returns for each step [N, S - 1, H], what
-    the output head reads; entry i of step j is for token i + j + 2.
+    embedding: [V, H]. tokens: [N, S], taps: [N, S, T * H] of the target. Returns for each step [N, A, H], what the
+    output head reads; that of step j is for token anchor + j + 1.
     """
-    size, layer = tokens.shape[1], head.layers[0]
-    at = mx.arange(size - 1)
-    hidden, own, out = features(head, contract, taps[:, :-1]), list[tuple[mx.array, mx.array]](), list[mx.array]()
+    layer = head.layers[0]
     heads = {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads}
+
+    def read(token: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        embedded = embedding[token]
+        if not contract.fused:
+            x = head.fc(mx.concatenate([embedded, hidden], axis=-1))
+            return x, x
+        normed = layer.hidden_norm(hidden)
+        x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
+        return x, normed if contract.norm_before_residual else hidden
+
+    # Row i holds hidden state i and token i + 1.
+    places, own, out = anchors - 1, list[tuple[mx.array, mx.array]](), list[mx.array]()
+    x, _ = read(tokens[:, 1:], features(head, contract, taps[:, :-1]))
+    _, *context, _ = project(layer.self_attn, heads, x)
+    hidden = features(head, contract, gather_rows(taps, places))
     for step in range(steps):
-        embedded = embedding[tokens[:, mx.minimum(at + 1 + step, size - 1)]]
-        if contract.fused:
-            normed = layer.hidden_norm(hidden)
-            x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
-            residual = normed if contract.norm_before_residual else hidden
-        else:
-            x = residual = head.fc(mx.concatenate([embedded, hidden], axis=-1))
-        queries, keys, values, _ = project(layer.self_attn, heads, x, step)
-        own.append((keys, values))
-        attended = attend(queries, own).swapaxes(1, 2).reshape(*residual.shape[:2], -1)
-        x = residual + layer.self_attn.o_proj(attended)
+        x, residual = read(token_behind(tokens, anchors, step), hidden)
+        queries, key, value, _ = project(layer.self_attn, heads, x, places + step)
+        if step:
+            own.append((key, value))
+        x = residual + layer.self_attn.o_proj(attend(queries, tuple(context), own, places))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         out.append(head.norm(x) if "norm" in head else x)
         hidden = out[-1] if contract.norm_output else x

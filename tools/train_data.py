@@ -79,24 +79,26 @@ def make_batch(replies: Replies, index: np.ndarray, size: int) -> Batch:
     return Batch(tokens, lengths, replies.prompt_lengths[index].astype(np.int32))
 
 
-def batches(replies: Replies, per_batch: int, size: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """Yield batches for ever, epoch after epoch, short sequences with short ones.
+def epoch(replies: Replies, per_batch: int, size: int, rng: np.random.Generator) -> list[Batch]:
+    """Return batches of all usable replies in random order, sequences of similar lengths together.
 
-    Sequences of at most ``size // 2`` tokens are padded to that and come twice as many to a batch, so that every
-    batch has the same number of tokens and there are two array shapes in all.
+    Sequences are padded to a half, three quarters or all of ``size``, and a batch has ``per_batch * size`` places
+    whatever its width: few array shapes, of one cost.
     """
     usable = np.flatnonzero((replies.lengths - replies.prompt_lengths >= 2) & (replies.prompt_lengths < size - 2))
-    short = replies.lengths[usable] <= size // 2
+    widths, found = (size // 2, size * 3 // 4, size), list[Batch]()
+    fits = np.searchsorted(widths, np.minimum(replies.lengths[usable], size))
+    for k, width in enumerate(widths):
+        order, count = rng.permutation(usable[fits == k]), per_batch * size // width
+        found += [
+            make_batch(replies, order[i : i + count], width) for i in range(0, len(order) - count + 1, count)
+        ]
+    if not found:
+        raise ValueError(f"{len(usable)} usable replies are too few for a batch of {per_batch}.")
+    return [found[k] for k in rng.permutation(len(found))]
+
+
+def batches(replies: Replies, per_batch: int, size: int, rng: np.random.Generator) -> Iterator[Batch]:
+    """Yield batches for ever, epoch after epoch."""
     while True:
-        plan = []
-        for part, count, width in (
-            (usable[short], 2 * per_batch, size // 2),
-            (usable[~short], per_batch, size),
-        ):
-            order = rng.permutation(part)
-            plan += [(order[i : i + count], width) for i in range(0, len(order) - count + 1, count)]
-        if not plan:
-            raise ValueError(f"{len(usable)} usable replies are too few for a batch of {per_batch}.")
-        for k in rng.permutation(len(plan)):
-            index, width = plan[k]
-            yield make_batch(replies, index, width)
+        yield from epoch(replies, per_batch, size, rng)

@@ -4,56 +4,15 @@ Every anchor of a sequence starts a block; all blocks of a batch run at once, ea
 before its anchor. The target's own distribution is the main teacher: it says more than the one token it picked.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import mlx.core as mx
 from mlx import nn
 
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
+from tools.teacher import AFTER_A_MISS, Frozen, gather_rows, soft_cross_entropy
 
-# What a wrong draft leaves of the weight of the rows behind it: decoding never gets to them.
-AFTER_A_MISS = 0.3
-# Weight, as an anchor, of a token that the target was sure of; one that it gave no chance weighs one more.
-SURE_ANCHOR = 0.1
 # Tokens of a group in `best_tokens`.
 GROUP = 16
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What the target contributes: its embedding rows [V, H], and the head rows [N, H] of the draft vocabulary.
-
-    draft_index: [V] position of a token in the draft vocabulary, -1 where it has none.
-    """
-
-    embedding: mx.array
-    head: mx.array
-    draft_ids: mx.array
-    draft_index: mx.array
-
-    def score(self, hidden: mx.array) -> mx.array:
-        """Apply the head rows of the draft vocabulary: [..., H] to [..., N]."""
-        return hidden @ self.head.T
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the target computed for a batch: taps [N, S, T * H] and final hidden states [N, S, H]."""
-
-    taps: mx.array
-    hidden: mx.array
-
-
-def run_target(model: Any, tokens: mx.array, taps: tuple[int, ...]) -> Seen:
-    """Run mlx-lm's model over padded sequences [N, S] and keep what the drafter learns from."""
-    x, kept = model.model.embed_tokens(tokens), {}
-    for index, layer in enumerate(model.model.layers):
-        x = layer(x, "causal", None)
-        if index in taps:
-            kept[index] = x
-    return Seen(mx.concatenate([kept[t] for t in taps], axis=-1), model.model.norm(x))
 
 
 def block_hidden(
@@ -97,12 +56,6 @@ def block_hidden(
     return model(x, anchors.reshape(-1), attend).reshape(n, a, b, -1)
 
 
-def gather_rows(values: mx.array, positions: mx.array) -> mx.array:
-    """Pick values [N, S, ...] at positions [N, A, K]: [N, A, K, ...]."""
-    n = values.shape[0]
-    return values[mx.arange(n)[:, None, None], positions]
-
-
 def best_tokens(logits: mx.array, k: int) -> mx.array:
     """Return the positions of the k largest logits [..., N], in any order: [..., k].
 
@@ -117,25 +70,6 @@ def best_tokens(logits: mx.array, k: int) -> mx.array:
     return mx.take_along_axis(best, found // GROUP, axis=-1) * GROUP + found % GROUP
 
 
-def draw_anchors(
-    frozen: Frozen, tokens: mx.array, lengths: mx.array, firsts: mx.array, hidden: mx.array, count: int
-) -> mx.array:
-    """Draw anchors [N, count] from first .. length - 2 of each sequence, mostly tokens that surprised the target.
-
-    Decoding drafts again where a draft failed, and drafts fail at such tokens. hidden: the target's, [N, S, H].
-    """
-    index = frozen.draft_index[tokens[:, 1:]]
-    logits = (hidden[:, :-1] @ frozen.head.T).astype(mx.float32)
-    logit = mx.take_along_axis(logits, mx.maximum(index, 0)[..., None], axis=-1)[..., 0]
-    chance = mx.where(index >= 0, mx.exp(logit - mx.logsumexp(logits, axis=-1)), 0.0)
-    at = mx.arange(1, tokens.shape[1])
-    allowed = (at >= firsts[:, None]) & (at < lengths[:, None] - 1)
-    keys = mx.log(SURE_ANCHOR + 1 - chance) + mx.random.gumbel(chance.shape)
-    order = mx.argpartition(mx.where(allowed, -keys, mx.inf), kth=count - 1, axis=-1)[:, :count]
-    # A reply with fewer places gives its first one several times.
-    return mx.where(mx.take_along_axis(allowed, order, axis=-1), order + 1, firsts[:, None])
-
-
 def selector_scores(
     model: DraftModel, hidden: mx.array, ids: mx.array, unary: mx.array, previous: mx.array
 ) -> mx.array:
@@ -146,11 +80,6 @@ def selector_scores(
     return unary.astype(mx.float32) + mx.sum(pairs, axis=-1)
 
 
-def soft_cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Cross entropy of float32 logits against a distribution, over the last axis."""
-    return mx.logsumexp(logits, axis=-1) - mx.sum(target * logits, axis=-1)
-
-
 def loss(
     model: DraftModel,
     config: DFlash2Config,
@@ -159,7 +88,8 @@ def loss(
     lengths: mx.array,
     anchors: mx.array,
     rows: mx.array,
-    seen: Seen,
+    final_hidden: mx.array,
+    taps: mx.array,
     hard: float,
 ) -> mx.array:
     """Loss of a batch: the unary logits and the selector, both against the teacher.
@@ -176,9 +106,9 @@ def loss(
     counts = exists & (gold_index >= 0)
     gold_index = mx.maximum(gold_index, 0)
 
-    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, seen.taps)[:, :, 1:]
+    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
     logits = (hidden @ frozen.head.T).astype(mx.float32)
-    teacher = (gather_rows(seen.hidden, at - 1) @ frozen.head.T).astype(mx.float32)
+    teacher = (gather_rows(final_hidden, at - 1) @ frozen.head.T).astype(mx.float32)
     teacher = mx.softmax(teacher, axis=-1)
     gold_logit = mx.take_along_axis(logits, gold_index[..., None], axis=-1)[..., 0]
     total = mx.logsumexp(logits, axis=-1)
@@ -228,11 +158,11 @@ def drafts_standing(
     tokens: mx.array,
     lengths: mx.array,
     anchors: mx.array,
-    seen: Seen,
+    taps: mx.array,
 ) -> mx.array:
     """Return how many drafts stand behind each anchor [N, A] of a batch, up to the end of the sequence."""
     rows = mx.full(anchors.shape, config.block_size, dtype=mx.int32)
-    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, seen.taps)[:, :, 1:]
+    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
     flat = hidden.reshape(-1, *hidden.shape[2:])
     first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     path = walk_blocks(model, config, frozen, flat, first)

@@ -25,8 +25,9 @@ from mlx_spec.drafters.dflash2.drafter import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import train_dflash2 as dflash2
 from tools.quantize_drafter import plain_tensors, published_names
+from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch
-from tools.training import add_training_arguments, facts, first_process, learn, run, shipped_weights
+from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
 # Share of the blocks that have all their rows.
@@ -40,7 +41,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add_training_arguments(parser, batch_size=64, resumed=" or of fewer layers")
+    add_training_arguments(parser, anchors=48, resumed=" or of fewer layers")
     add = parser.add_argument
     add("--layers", type=int, default=3, help="decoder layers of the drafter")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
@@ -50,7 +51,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--conv-group-size", type=int, default=16)
     add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
     add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
-    add("--anchors", type=int, default=48, help="blocks a sequence")
     return parser
 
 
@@ -99,16 +99,6 @@ def mask_token(name: str | None, tokenizer: Any) -> int:
     return max(unused)
 
 
-def freeze_target(model: Any, draft_ids: list[int]) -> dflash2.Frozen:
-    """Take the embedding and the head rows of the draft vocabulary out of a dequantised model."""
-    embedding = model.model.embed_tokens.weight
-    head = (getattr(model, "lm_head", None) or model.model.embed_tokens).weight
-    index = np.full(embedding.shape[0], -1, dtype=np.int32)
-    index[draft_ids] = np.arange(len(draft_ids))
-    ids = mx.array(draft_ids)
-    return dflash2.Frozen(embedding, head[ids], ids, mx.array(index))
-
-
 def initial_model(config: DFlash2Config, resume: Path | None) -> DraftModel:
     """Return a new drafter in float32, or one with the weights of a checkpoint, quantised or not.
 
@@ -139,7 +129,7 @@ def block_rows(shape: tuple[int, int], block_size: int, rng: np.random.Generator
 def acceptance(
     model: DraftModel,
     config: DFlash2Config,
-    frozen: dflash2.Frozen,
+    frozen: Frozen,
     target: Any,
     heldout: Replies,
     max_length: int,
@@ -158,8 +148,8 @@ def acceptance(
         most = int((batch.lengths - batch.firsts).max()) - 1
         places = np.minimum(batch.firsts[:, None] + np.arange(most), batch.lengths[:, None] - 2)
         tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, places))
-        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
-        standing = np.array(dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, seen))
+        _, taps = run_target(target, tokens, config.target_layer_ids)
+        standing = np.array(dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, taps))
         for row, length, first in zip(standing, batch.lengths, batch.firsts, strict=True):
             left = length - 1 - np.arange(first, length - 1)
             stood = row[: len(left), None] >= steps, left[:, None] >= steps
@@ -191,19 +181,27 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
 
-    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array, rows: mx.array) -> mx.array:
-        seen = dflash2.run_target(target, tokens, config.target_layer_ids)
-        anchors = dflash2.draw_anchors(frozen, tokens, lengths, firsts, seen.hidden, rows.shape[1])
-        seen = dflash2.Seen(mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden))
-        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, seen, args.hard)
+    def see(tokens: mx.array) -> tuple[mx.array, ...]:
+        hidden, taps = run_target(target, tokens, config.target_layer_ids)
+        return token_shares(frozen, tokens, hidden), hidden, taps
 
-    def inputs(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
-        # Batches of shorter sequences have more of them and fewer blocks in each.
-        count = len(batch.lengths)
-        rows = block_rows((count, args.anchors * args.batch_size // count), config.block_size, rng)
-        return (*batch.arrays, mx.array(rows))
+    def loss(
+        tokens: mx.array,
+        lengths: mx.array,
+        firsts: mx.array,
+        shares: mx.array,
+        hidden: mx.array,
+        taps: mx.array,
+        rows: mx.array,
+    ) -> mx.array:
+        anchors = draw_anchors(shares, lengths, firsts, rows.shape[1])
+        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, hidden, taps, args.hard)
 
-    history, packed = learn(args, model, loss, replies, inputs)
+    def draw(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
+        shape = len(batch.tokens), anchor_count(args, batch.tokens)
+        return (mx.array(block_rows(shape, config.block_size, rng)),)
+
+    history, packed = learn(args, model, see, loss, replies, draw)
     if first_process():
         save(Path(args.out), raw, model)
     model.update(shipped_weights(model.parameters(), packed))

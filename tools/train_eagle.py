@@ -24,12 +24,11 @@ from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.tensors import head_tensors
 from tools import chain_loss
 from tools.chain_acceptance import accepted_length, standing_drafts, told
-from tools.chain_loss import standing
+from tools.chain_loss import every_anchor, standing
 from tools.eagle_chains import chains
+from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
 from tools.train_data import Replies, frequent_tokens
-from tools.train_dflash2 import Frozen, run_target
-from tools.train_drafter import freeze_target
-from tools.training import add_training_arguments, facts, first_process, learn, run, shipped_weights
+from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
 # How deep chains are when acceptance is measured.
@@ -43,7 +42,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add_training_arguments(parser, batch_size=32, resumed=", with its vocabulary")
+    add_training_arguments(parser, anchors=96, resumed=", with its vocabulary")
     add = parser.add_argument
     add("--chain", type=int, default=5, help="steps that each chain is trained for")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
@@ -143,21 +142,31 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     score = head.get("lm_head") or frozen.score
 
-    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
-        seen = run_target(target, tokens, contract.taps)
-        taps, hidden = mx.stop_gradient(seen.taps), mx.stop_gradient(seen.hidden)
-        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, args.chain)
-        return chain_loss.loss(outputs, score, frozen, tokens, lengths, firsts, hidden, args.hard)
+    def see(tokens: mx.array) -> tuple[mx.array, ...]:
+        hidden, taps = run_target(target, tokens, contract.taps)
+        return token_shares(frozen, tokens, hidden), hidden, taps
 
-    history, packed = learn(args, head, loss, replies)
+    def loss(
+        tokens: mx.array,
+        lengths: mx.array,
+        firsts: mx.array,
+        shares: mx.array,
+        hidden: mx.array,
+        taps: mx.array,
+    ) -> mx.array:
+        anchors = draw_anchors(shares, lengths, firsts, anchor_count(args, tokens))
+        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, args.chain)
+        return chain_loss.loss(outputs, score, frozen, tokens, lengths, anchors, hidden, args.hard)
+
+    history, packed = learn(args, head, see, loss, replies)
     if first_process():
         save(Path(args.out), raw, config, contract, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
 
     def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
-        seen = run_target(target, tokens, contract.taps)
-        outputs = chains(head, contract, config, frozen.embedding, tokens, seen.taps, DEPTH)
-        return standing(outputs, score, frozen, tokens, lengths)
+        anchors, (_, taps) = every_anchor(tokens), run_target(target, tokens, contract.taps)
+        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, DEPTH)
+        return standing(outputs, score, frozen, tokens, lengths, anchors)
 
     stands = standing_drafts(stand, heldout, args.max_length)
     return {

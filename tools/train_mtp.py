@@ -22,11 +22,11 @@ from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.tensors import head_tensors, norms_lack_one, shift_norms
 from tools import chain_loss
 from tools.chain_acceptance import accepted_length, standing_drafts, told
-from tools.chain_loss import standing
+from tools.chain_loss import every_anchor, standing
 from tools.mtp_chains import chains
+from tools.teacher import draw_anchors, freeze_target, token_shares
 from tools.train_data import Replies, frequent_tokens
-from tools.train_drafter import freeze_target
-from tools.training import add_training_arguments, facts, first_process, learn, run, shipped_weights
+from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
 # How deep chains are when acceptance is measured.
@@ -40,7 +40,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add_training_arguments(parser, batch_size=32, resumed="")
+    add_training_arguments(parser, anchors=96, resumed="")
     add = parser.add_argument
     add("--chain", type=int, default=3, help="steps that each chain is trained for")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
@@ -69,9 +69,13 @@ def layer_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, 
     }
 
 
-def initial_head(config: dict[str, Any], resume: Path | None) -> MTPHead:
-    """Return a new head in float32, or one with the weights of a checkpoint, quantised or not."""
+def initial_head(config: dict[str, Any], norm: mx.array, resume: Path | None) -> MTPHead:
+    """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
+
+    norm: weight [H] of the target's final norm.
+    """
     head = MTPHead(config)
+    head.norm.weight = norm.astype(mx.float32)
     if resume is not None:
         name, start = str(resume), MTPHead(config)
         tensors = head_tensors(read_tensors(resume, name), QWEN, config["num_hidden_layers"], name)
@@ -90,24 +94,30 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     draft_ids = frequent_tokens(replies, args.draft_vocab, config["vocab_size"], list(tokenizer.eos_token_ids))
     frozen = freeze_target(target, draft_ids)
     mx.random.seed(args.seed)
-    head = initial_head(config, args.resume)
+    head = initial_head(config, target.model.norm.weight, args.resume)
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
 
-    def loss(tokens: mx.array, lengths: mx.array, firsts: mx.array) -> mx.array:
-        hidden = mx.stop_gradient(target.model(tokens))
-        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, args.chain)
-        return chain_loss.loss(outputs, frozen.score, frozen, tokens, lengths, firsts, hidden, args.hard)
+    def see(tokens: mx.array) -> tuple[mx.array, ...]:
+        hidden = target.model(tokens)
+        return token_shares(frozen, tokens, hidden), hidden
 
-    history, packed = learn(args, head, loss, replies)
+    def loss(
+        tokens: mx.array, lengths: mx.array, firsts: mx.array, shares: mx.array, hidden: mx.array
+    ) -> mx.array:
+        anchors = draw_anchors(shares, lengths, firsts, anchor_count(args, tokens))
+        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, anchors, args.chain)
+        return chain_loss.loss(outputs, frozen.score, frozen, tokens, lengths, anchors, hidden, args.hard)
+
+    history, packed = learn(args, head, see, loss, replies)
     if first_process():
         save(Path(args.out), config, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
 
     def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
-        hidden = target.model(tokens)
-        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, DEPTH)
-        return standing(outputs, frozen.score, frozen, tokens, lengths)
+        anchors, hidden = every_anchor(tokens), target.model(tokens)
+        outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, anchors, DEPTH)
+        return standing(outputs, frozen.score, frozen, tokens, lengths, anchors)
 
     stands = standing_drafts(stand, heldout, args.max_length)
     return {
@@ -119,14 +129,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def save(
     folder: Path, config: dict[str, Any], head: MTPHead, packed: dict[str, dict[str, Any]], draft_ids: list[int]
 ) -> None:
-    """Write the head as an original checkpoint has it: ``mtp.*``, norm weights less one; packed as trained."""
+    """Write the head as an original checkpoint has it: ``mtp.*``, norm weights less one if that shows; packed."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = MTPHead(config)
     shipped.update(head.parameters())
     nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
-    tensors = shift_norms(dict(tree_flatten(shipped.parameters())), -1.0)
-    if not norms_lack_one(tensors):
-        raise ValueError("The norm weights have left the range in which they can be told from whole ones.")
+    whole = dict(tree_flatten(shipped.parameters()))
+    # Readers tell norms less one from whole ones by their means: training can leave the range where they can.
+    less = shift_norms(whole, -1.0)
+    tensors = less if norms_lack_one(less) else whole
     named = {f"mtp.{name}": value for name, value in {**tensors, "d2t": mx.array(draft_ids)}.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), named, metadata={"format": "mlx"})
     written = {

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -23,18 +23,23 @@ from tqdm import tqdm
 
 from metal_kernels.implementations import using
 from tools.quantize_drafter import add_packing_arguments, packing
-from tools.train_data import Batch, Replies, batches
+from tools.train_data import Batch, Replies, batches, epoch
 
 # Steps that compile, and are left out when the schedule is fitted to a time limit.
 FIRST_TIMED = 10
+# Steps after which the schedule is fitted again.
+FIT_EVERY = 200
 # AdamW's rate as a share of Muon's.
 ADAMW_SHARE = 0.05
 
-Inputs = Callable[[Batch, np.random.Generator], tuple[mx.array, ...]]
+See = Callable[[mx.array], tuple[mx.array, ...]]
+"""Runs the target over sequences [N, S], and returns what the loss takes of it."""
+Draw = Callable[[Batch, np.random.Generator], tuple[mx.array, ...]]
+"""Returns what a step takes besides a batch, drawn anew for each."""
 History = list[tuple[int, float, float]]
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, resumed: str) -> None:
+def add_training_arguments(parser: argparse.ArgumentParser, anchors: int, resumed: str) -> None:
     """Add what every trainer takes. resumed: of which shape a checkpoint to start from must be."""
     add = parser.add_argument
     add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
@@ -42,14 +47,22 @@ def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, res
     add("--heldout", required=True, help=".npz of replies to measure acceptance on")
     add("--out", required=True, help="folder for the checkpoint")
     add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
-    add("--batch-size", type=int, default=batch_size, help="sequences a step, on each GPU")
+    add("--batch-size", type=int, default=64, help="sequences of full length a step, on each GPU; more short ones")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
+    add("--anchors", type=int, default=anchors, help="places to draft from in a sequence of full length")
+    add("--keep", action="store_true", help="run the target once and keep what it shows, in the device's memory")
     add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
     add("--resume", type=Path, help=f"start from this checkpoint, of the same shape{resumed}")
     add("--seed", type=int, default=0)
     add_packing_arguments(parser)
+
+
+def anchor_count(args: argparse.Namespace, tokens: mx.array | np.ndarray) -> int:
+    """Return the anchors of each sequence of a batch [N, S]: as many in all, whatever the sequences' length."""
+    sequences, size = tokens.shape
+    return int(min(args.anchors * args.batch_size // sequences, size - 2))
 
 
 def run(
@@ -72,18 +85,21 @@ def run(
 def learn(
     args: argparse.Namespace,
     model: nn.Module,
+    see: See,
     loss: Callable[..., mx.array],
     replies: Replies,
-    inputs: Inputs = lambda batch, rng: batch.arrays,
+    draw: Draw = lambda batch, rng: (),
 ) -> tuple[History, dict[str, dict[str, Any]]]:
-    """Train a drafter's modules, which are bfloat16 afterwards. loss, inputs: see ``make_step`` and ``fit``.
+    """Train a drafter's modules, which are bfloat16 afterwards.
+
+    loss: of a batch's tokens, lengths and first reply tokens, of what ``see`` returned and of what ``draw`` did.
 
     Returns (step, seconds, loss) of some steps, and how each module is to be packed.
     """
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
     packed = packing(model, args)
-    history = fit(args, make_step(model, loss, optimizer, packed), optimizer, replies, inputs)
+    history = fit(args, make_step(model, loss, optimizer, packed), optimizer, replies, mx.compile(see), draw)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
     return history, packed
@@ -173,22 +189,20 @@ def fit(
     step: Callable[..., mx.array],
     optimizer: optimizers.MultiOptimizer,
     replies: Replies,
-    inputs: Inputs,
+    see: See,
+    draw: Draw,
 ) -> History:
-    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights.
-
-    inputs: makes what ``step`` takes of a batch; what has to be drawn comes from the generator.
-    """
+    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights."""
     group = processes()
     rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
-    source = batches(replies, args.batch_size, args.max_length, rng)
+    source = seen_batches(args, replies, see, rng)
     started, steps, history, value = time.perf_counter(), args.steps, [], mx.array(0.0)
     with tqdm(total=steps, desc="training", mininterval=5, disable=not first_process()) as bar:
         try:
             for done in count(1):
                 if done == FIRST_TIMED:
                     timed_from = time.perf_counter()
-                if args.time_limit and done in (2 * FIRST_TIMED, 20 * FIRST_TIMED):
+                if args.time_limit and (done == 2 * FIRST_TIMED or done % FIT_EVERY == 0):
                     pace = (time.perf_counter() - timed_from) / (done - FIRST_TIMED)
                     steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
                     if group is not None:
@@ -196,7 +210,8 @@ def fit(
                     bar.total = steps
                 for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
                     part.learning_rate = schedule(share * args.learning_rate, done, steps)
-                last, value = value, step(*inputs(next(source), rng))
+                batch, seen = next(source)
+                last, value = value, step(*batch.arrays, *seen, *draw(batch, rng))
                 mx.async_eval(value)
                 # While a step runs, the next is prepared.
                 loss = float((last if done < steps else value).item())
@@ -209,6 +224,22 @@ def fit(
         except KeyboardInterrupt:
             bar.write("stopped; saving what there is")
     return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
+
+
+def seen_batches(
+    args: argparse.Namespace, replies: Replies, see: See, rng: np.random.Generator
+) -> Iterator[tuple[Batch, tuple[mx.array, ...]]]:
+    """Yield batches for ever with what the target shows of them; kept, it is worked out before the first."""
+    how = (replies, args.batch_size, args.max_length, rng)
+    if not args.keep:
+        for batch in batches(*how):
+            yield batch, see(mx.array(batch.tokens))
+    kept = []
+    for batch in tqdm(epoch(*how), desc="target", mininterval=5, disable=not first_process()):
+        kept.append((batch, see(mx.array(batch.tokens))))
+        mx.eval(kept[-1][1])
+    while True:
+        yield from (kept[k] for k in rng.permutation(len(kept)))
 
 
 def schedule(peak: float, step: int, steps: int) -> mx.array:

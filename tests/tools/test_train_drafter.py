@@ -23,7 +23,8 @@ from mlx_spec.target import Target
 from tools import train_dflash2 as dflash2
 from tools import train_drafter, training
 from tools.quantize_drafter import packing, plain_tensors
-from tools.train_data import Replies, batches, frequent_tokens, make_batch
+from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
+from tools.train_data import Replies, epoch, frequent_tokens, make_batch
 from tools.train_prompts import opening, own_prompts
 
 FULL = {"layer_types": ["full_attention"] * 2}
@@ -48,10 +49,10 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
     drafter = load_dflash2(write_drafter(tmp_path, config, random_tensors(config)), target, "tiny")
     replies = random_replies(2)
     tokens, anchors = mx.array(make_batch(replies, np.arange(2), 48).tokens), mx.array([[9, 30, 12], [38, 8, 20]])
-    frozen = train_drafter.freeze_target(target.model, list(range(96)))
-    seen = dflash2.run_target(target.model, tokens, drafter.taps)
+    frozen = freeze_target(target.model, list(range(96)))
+    _, taps = run_target(target.model, tokens, drafter.taps)
     rows = mx.array([[8, 5, 8], [3, 8, 4]])
-    hidden = dflash2.block_hidden(drafter.model, drafter.config, frozen, tokens, anchors, rows, seen.taps)
+    hidden = dflash2.block_hidden(drafter.model, drafter.config, frozen, tokens, anchors, rows, taps)
     paths = dflash2.walk_blocks(
         drafter.model,
         drafter.config,
@@ -126,18 +127,18 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     assert set(drafted) <= set(config["dflash_config"]["draft_token_ids"])
 
 
-def test_batches_have_two_shapes_and_as_many_tokens() -> None:
-    replies = random_replies(40, 20)
-    long = random_replies(40, 60, seed=1)
-    both = Replies(
-        np.concatenate([replies.tokens, long.tokens]),
-        np.concatenate([replies.offsets, replies.offsets[-1] + long.offsets[1:]]),
-        np.concatenate([replies.prompt_lengths, long.prompt_lengths]),
-        np.concatenate([replies.greedy, long.greedy]),
+def test_batches_have_three_shapes_and_as_many_places() -> None:
+    parts = [random_replies(40, length, seed=length) for length in (20, 44, 60)]
+    lengths = np.concatenate([part.lengths for part in parts])
+    replies = Replies(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate([part.prompt_lengths for part in parts]),
+        np.concatenate([part.greedy for part in parts]),
     )
-    source = batches(both, 4, 64, np.random.default_rng(0))
-    found = [next(source) for _ in range(30)]
-    assert {batch.tokens.shape for batch in found} == {(8, 32), (4, 64)}
+    found = epoch(replies, 4, 64, np.random.default_rng(0))
+    assert {batch.tokens.shape for batch in found} == {(8, 32), (5, 48), (4, 64)}
+    assert sum(len(batch.lengths) for batch in found) == 3 * 40
     assert all((batch.firsts == 8).all() for batch in found)
 
 
@@ -146,12 +147,13 @@ def test_anchors_lie_in_the_reply_and_prefer_what_surprised_the_target() -> None
     head = mx.zeros((8, 4))
     head[5, 0] = 9.0
     ids = list(range(8))
-    frozen = dflash2.Frozen(head, head, mx.array(ids), mx.array(ids))
+    frozen = Frozen(head, head, mx.array(ids), mx.array(ids))
     tokens = mx.array(np.tile([5, 3], (2, 32)).astype(np.int32))
     hidden = mx.broadcast_to(mx.array([1.0, 0, 0, 0]), (2, 64, 4))
     mx.random.seed(0)
     lengths, firsts = mx.array([60, 12]), mx.array([10, 8])
-    drawn = [dflash2.draw_anchors(frozen, tokens, lengths, firsts, hidden, 6) for _ in range(20)]
+    shares = token_shares(frozen, tokens, hidden)
+    drawn = [draw_anchors(shares, lengths, firsts, 6) for _ in range(20)]
     anchors = np.array(mx.stack(drawn))
     assert anchors[:, 0].min() >= 10 and anchors[:, 0].max() <= 58
     assert set(anchors[:, 1].flatten()) <= {8, 9, 10}

@@ -20,9 +20,9 @@ from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.target import Target
 from tools import train_eagle
+from tools.chain_loss import every_anchor
 from tools.eagle_chains import chains
-from tools.train_dflash2 import run_target
-from tools.train_drafter import freeze_target
+from tools.teacher import freeze_target, run_target
 
 STEPS, LENGTH = 4, 24
 
@@ -46,10 +46,11 @@ def test_the_training_forward_is_the_shipped_forward(
     head = EagleHead(config, contract, tensors.keys())
     head.load_weights([(n, v) for n, v in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")])
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))
-    seen = run_target(target.model, tokens, tuple(tap for tap in contract.taps if tap < 4) or (0,))
-    taps = seen.taps if version == 3 else seen.hidden
+    hidden, taps = run_target(target.model, tokens, tuple(tap for tap in contract.taps if tap < 4) or (0,))
+    taps = taps if version == 3 else hidden
     frozen = freeze_target(target.model, list(range(96)))
-    outputs = chains(head, contract, config, frozen.embedding, tokens, taps, STEPS)
+    anchors = every_anchor(tokens)
+    outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, STEPS)
     own = tensors["lm_head.weight"] if version == 3 else frozen.head
     logits = np.stack([np.array(output @ own.T) for output in outputs])
     gold, column = np.array(tokens), {token: i for i, token in enumerate(DRAFT_IDS if version == 3 else range(96))}
@@ -87,7 +88,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     _, first = run("--out", str(tmp_path / "a"), "--steps", "1", "--target-head")
     borrowing = load_eagle(tmp_path / "a", Target(model, CONFIGS["llama"], "tiny"), "head")
     assert borrowing.head.size == 32
-    args, result = run("--out", str(tmp_path / "b"), "--steps", "40")
+    args, result = run("--out", str(tmp_path / "b"), "--steps", "40", "--keep")
     assert result["step_seconds_loss"][-1][2] < 0.8 * first["step_seconds_loss"][-1][2]
     assert result["accepted_length"][2] > first["accepted_length"][2] + 0.5
     monkeypatch.setattr(train_eagle, "frequent_tokens", lambda *_: list(range(60, 92)))

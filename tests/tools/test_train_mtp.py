@@ -21,8 +21,7 @@ from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.target import Target
 from tools import chain_loss, train_mtp
 from tools.mtp_chains import chains
-from tools.train_dflash2 import Frozen
-from tools.train_drafter import freeze_target
+from tools.teacher import Frozen, freeze_target
 
 STEPS, LENGTH = 4, 24
 
@@ -37,7 +36,8 @@ def test_the_training_forward_is_the_shipped_forward(family: str, tmp_path: Path
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))
     hidden = target.model.model(tokens)
     frozen = freeze_target(target.model, list(range(96)))
-    outputs = chains(head, QWEN, CONFIGS[family], frozen.embedding, tokens, hidden, STEPS)
+    anchors = chain_loss.every_anchor(tokens)
+    outputs = chains(head, QWEN, CONFIGS[family], frozen.embedding, tokens, hidden, anchors, STEPS)
     logits = np.stack([np.array(output @ frozen.head.T) for output in outputs])
     gold = np.array(tokens)
     for n in range(2):
@@ -62,25 +62,26 @@ def test_drafts_stand_as_far_as_they_are_right() -> None:
     outputs = [mx.array(np.eye(10)[np.array([row])].astype(np.float32)) for row in drafted]
     ids = mx.arange(10)
     frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
-    assert chain_loss.standing(outputs, frozen.score, frozen, tokens, lengths).tolist() == [[2, 2, 1, 1, 0, 0, 0]]
+    anchors = chain_loss.every_anchor(tokens)
+    stands = chain_loss.standing(outputs, frozen.score, frozen, tokens, lengths, anchors)
+    assert stands.tolist() == [[2, 2, 1, 1, 0, 0, 0]]
 
 
-def test_wrong_steps_weigh_less_and_prompts_nothing() -> None:
+def test_wrong_steps_weigh_less_and_what_lies_behind_the_end_nothing() -> None:
     tokens = mx.array([[3, 1, 4, 1, 5, 2]], dtype=mx.int32)
     ids, hidden = mx.arange(10), mx.zeros((1, 6, 10))
     frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
 
-    def value(first: list[int], second: list[int], lengths: int = 6, firsts: int = 0) -> float:
+    def value(first: list[int], second: list[int], length: int = 6) -> float:
         outputs = [mx.array(9 * np.eye(10)[np.array([row])].astype(np.float32)) for row in (first, second)]
-        bounds = mx.array([lengths]), mx.array([firsts])
-        return float(np.array(chain_loss.loss(outputs, frozen.score, frozen, tokens, *bounds, hidden, 1.0)))
+        places = mx.array([length]), chain_loss.every_anchor(tokens)
+        return float(np.array(chain_loss.loss(outputs, frozen.score, frozen, tokens, *places, hidden, 1.0)))
 
     right, second = [4, 1, 5, 2, 0], [1, 5, 2, 0, 0]
     assert value(right, second) < 0.01
     # Chain 2 has token 5 as its first draft and 2 as its second.
     assert value([4, 1, 7, 2, 0], second) > value(right, [1, 5, 7, 0, 0]) > 0.5
-    assert value([7, 7, 7, 2, 0], [7, 7, 2, 0, 0], firsts=5) < 0.01
-    assert value([4, 1, 5, 7, 0], [1, 5, 7, 0, 0], lengths=5) < 0.01
+    assert value([4, 1, 5, 7, 0], [1, 5, 7, 0, 0], length=5) < 0.01
 
 
 def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
