@@ -23,12 +23,14 @@ from tqdm import tqdm
 
 from metal_kernels.implementations import using
 from tools.quantize_drafter import add_packing_arguments, packing
-from tools.train_data import Batch, Replies, batches, epoch
+from tools.train_data import Batch, Replies, batches
 
 # Steps that compile, and are left out when the schedule is fitted to a time limit.
 FIRST_TIMED = 10
 # Steps after which the schedule is fitted again.
 FIT_EVERY = 200
+# Steps that a batch is kept for, in the mean.
+KEPT_USES = 8
 # AdamW's rate as a share of Muon's.
 ADAMW_SHARE = 0.05
 
@@ -50,7 +52,12 @@ def add_training_arguments(parser: argparse.ArgumentParser, anchors: int, resume
     add("--batch-size", type=int, default=64, help="sequences of full length a step, on each GPU; more short ones")
     add("--max-length", type=int, default=512, help="tokens of a sequence")
     add("--anchors", type=int, default=anchors, help="places to draft from in a sequence of full length")
-    add("--keep", action="store_true", help="run the target once and keep what it shows, in the device's memory")
+    add(
+        "--keep",
+        type=int,
+        default=0,
+        help=f"batches of which what the target shows is kept, for {KEPT_USES} steps each",
+    )
     add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
     add("--steps", type=int, default=4000)
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
@@ -229,17 +236,24 @@ def fit(
 def seen_batches(
     args: argparse.Namespace, replies: Replies, see: See, rng: np.random.Generator
 ) -> Iterator[tuple[Batch, tuple[mx.array, ...]]]:
-    """Yield batches for ever with what the target shows of them; kept, it is worked out before the first."""
-    how = (replies, args.batch_size, args.max_length, rng)
+    """Yield batches for ever with what the target shows of them, of ``args.keep`` at a time several times."""
+
+    def fresh() -> Iterator[tuple[Batch, tuple[mx.array, ...]]]:
+        for batch in batches(replies, args.batch_size, args.max_length, rng):
+            seen = see(mx.array(batch.tokens))
+            mx.async_eval(seen)
+            yield batch, seen
+
+    source = fresh()
     if not args.keep:
-        for batch in batches(*how):
-            yield batch, see(mx.array(batch.tokens))
-    kept = []
-    for batch in tqdm(epoch(*how), desc="target", mininterval=5, disable=not first_process()):
-        kept.append((batch, see(mx.array(batch.tokens))))
-        mx.eval(kept[-1][1])
+        yield from source
+    filling = tqdm(range(args.keep), desc="target", mininterval=5, disable=not first_process())
+    kept = [next(source) for _ in filling]
     while True:
-        yield from (kept[k] for k in rng.permutation(len(kept)))
+        k = int(rng.integers(len(kept)))
+        if rng.random() < 1 / KEPT_USES:
+            kept[k] = next(source)
+        yield kept[k]
 
 
 def schedule(peak: float, step: int, steps: int) -> mx.array:

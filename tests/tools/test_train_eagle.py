@@ -88,7 +88,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     _, first = run("--out", str(tmp_path / "a"), "--steps", "1", "--target-head")
     borrowing = load_eagle(tmp_path / "a", Target(model, CONFIGS["llama"], "tiny"), "head")
     assert borrowing.head.size == 32
-    args, result = run("--out", str(tmp_path / "b"), "--steps", "40", "--keep")
+    args, result = run("--out", str(tmp_path / "b"), "--steps", "40", "--keep", "3")
     assert result["step_seconds_loss"][-1][2] < 0.8 * first["step_seconds_loss"][-1][2]
     assert result["accepted_length"][2] > first["accepted_length"][2] + 0.5
     monkeypatch.setattr(train_eagle, "frequent_tokens", lambda *_: list(range(60, 92)))
