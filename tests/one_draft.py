@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.drafters.base import Ask, Choose, Committed, Drafter, Proposal
-from mlx_spec.drafters.context import ContextKV
+from mlx_spec.drafters.dflash2.context import BlockState
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 
 
@@ -20,6 +20,6 @@ def extend(drafter: Drafter, state: Any, rows: Committed) -> None:
     drafter.extend([(state, rows)])
 
 
-def block(drafter: DFlash2Drafter, state: ContextKV, anchor: int, rows: int) -> mx.array:
+def block(drafter: DFlash2Drafter, state: BlockState, anchor: int, rows: int) -> mx.array:
     """Run the block forward of one sequence: [rows, H]."""
     return drafter.block([state], [anchor], rows)[0]

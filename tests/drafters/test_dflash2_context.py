@@ -13,6 +13,7 @@ from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.context import ContextKV, context_pool
+from mlx_spec.drafters.dflash2.context import BlockState
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.errors import PositionError
 
@@ -78,13 +79,13 @@ def test_rows_that_do_not_begin_at_the_cursor_are_refused(position: int) -> None
 
 @pytest.mark.parametrize("position", [0, 39, 41, 60])
 @pytest.mark.parametrize("count", [1, 50])
-def test_the_writer_refuses_them_too(count: int, position: int, tmp_path: Path) -> None:
+def test_the_drafter_refuses_them_too(count: int, position: int, tmp_path: Path) -> None:
     drafter = load(tmp_path)
     state = drafter.open()
     extend(drafter, state, Committed(0, mx.zeros(40, dtype=mx.int32), features(40)))
     with pytest.raises(PositionError, match=f"position {position}, the cursor is at 40"):
         extend(drafter, state, Committed(position, mx.zeros(count, dtype=mx.int32), features(count)))
-    assert state.cursor == 40
+    assert state.position == 40
 
 
 def test_a_context_cannot_begin_before_what_was_captured() -> None:
@@ -194,6 +195,41 @@ def test_forks_of_a_drafter_draft_on_their_own(tmp_path: Path) -> None:
     assert mx.array_equal(hidden_after(*chunks, fork_first=True), hidden_after(*chunks, fork_first=False))
 
 
+def test_rows_wait_for_a_draft_and_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, rows = load(tmp_path, layer_types=[FULL] * 2), features(48)
+    counts: list[int] = []
+    compute = drafter.writer.rows
+
+    def counted(features: mx.array, positions: mx.array) -> mx.array:
+        counts.append(features.shape[0])
+        return compute(features, positions)
+
+    monkeypatch.setattr(drafter.writer, "rows", counted)
+    state, alone = drafter.open(), drafter.open()
+
+    def show(state: BlockState, start: int, end: int) -> None:
+        extend(drafter, state, Committed(start, mx.zeros(end - start, dtype=mx.int32), rows[start:end]))
+
+    for position in range(12):
+        show(state, position, position + 1)
+    fork = state.fork()
+    # Into what waits, and to what is written.
+    assert (drafter.rewind(state, 9), state.position, fork.position, counts) == (9, 9, 12, [])
+    show(state, 9, 14)
+    first = block(drafter, state, 7, 8)
+    assert counts == [14]
+    show(state, 14, 20)
+    assert drafter.rewind(state, 10) == 10
+    show(state, 10, 48)
+    assert counts == [14, 38]
+    show(alone, 0, 14)
+    assert mx.allclose(block(drafter, alone, 7, 8), first, atol=1e-4)
+    show(alone, 14, 48)
+    assert mx.allclose(block(drafter, alone, 7, 8), block(drafter, state, 7, 8), atol=1e-4)
+    show(fork, 12, 14)
+    assert mx.allclose(block(drafter, fork, 7, 8), first, atol=1e-4)
+
+
 @pytest.mark.parametrize("sizes", ["one row", "up to a block", "larger than the window"])
 @pytest.mark.parametrize("keep", [1, 7, 23])
 def test_a_window_over_many_rounds_equals_a_plain_list(keep: int, sizes: str) -> None:
@@ -246,13 +282,13 @@ def test_a_context_behind_a_gap_begins_at_its_position() -> None:
 @pytest.mark.parametrize("bias", [0, 13])
 def test_the_fused_projection_equals_each_layers_own(bias: int, tmp_path: Path) -> None:
     drafter, tensors = load(tmp_path, layer_types=[FULL] * 2), random_tensors(dflash2_config())
-    state, rows = drafter.open(), features(20)
-    state.start_at(bias, capture=0)
-    drafter.writer.write([(state, bias, rows)])
+    state, rows = drafter.open(bias), features(20)
+    state.add(bias, rows)
+    drafter.writer.write([state])
     fused = drafter.model.context(rows)
     for index, layer in enumerate(drafter.model.layers):
         k_proj, v_proj = (tensors[f"layers.{index}.self_attn.{side}_proj.weight"] for side in "kv")
-        keys, values, first = held(state, index, None)
+        keys, values, first = held(state.context, index, None)
         expected = layer.self_attn.k_norm((fused @ k_proj.T).reshape(20, 2, 16))
         expected = drafter.model.rotate(expected[None], bias)
         assert first == bias
@@ -275,10 +311,11 @@ def test_a_long_prompt_chunk_by_chunk_equals_at_once(chunk: int, changes: dict[s
     for start in range(0, 310, chunk):
         part = prompt[start : start + chunk]
         extend(drafter, chunked, Committed(start, mx.zeros(part.shape[0], dtype=mx.int32), part))
-    assert once.cursor == chunked.cursor == 310
+    assert once.position == chunked.position == 310
+    drafter.writer.write([once, chunked])
     last = drafter.config.context_window or 310
     for layer in range(2):
-        for got, expected in zip(held(chunked, layer, last), held(once, layer, last), strict=True):
+        for got, expected in zip(held(chunked.context, layer, last), held(once.context, layer, last), strict=True):
             np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-5)
     np.testing.assert_allclose(
         np.array(block(drafter, chunked, 7, 8)), np.array(block(drafter, once, 7, 8)), atol=1e-4
@@ -290,5 +327,5 @@ def test_rows_outside_the_window_are_not_computed(tmp_path: Path) -> None:
     state = drafter.open()
     prompt = mx.concatenate([mx.full((287, 192), float("nan")), features(23)])
     extend(drafter, state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
-    assert (state.base, state.cursor) == (287, 310)
+    assert (state.context.base, state.context.cursor) == (287, 310)
     assert mx.all(mx.isfinite(block(drafter, state, 7, 8))).item()

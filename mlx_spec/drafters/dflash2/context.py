@@ -1,6 +1,7 @@
-"""The context writer: keys and values made from the target's hidden states of committed positions."""
+"""The drafter's context: keys and values made from the target's hidden states of committed positions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import mlx.core as mx
@@ -8,6 +9,53 @@ import mlx.core as mx
 from metal_kernels import Linear, context_kv, linear_rows
 from mlx_spec.drafters.context import ContextKV, append_to
 from mlx_spec.drafters.dflash2.block import DraftModel
+from mlx_spec.errors import PositionError
+
+
+@dataclass
+class BlockState:
+    """What the drafter remembers of a sequence.
+
+    context: keys and values of committed rows. waiting: features [n, T * H] of those behind them, whose keys and
+    values are not written yet. A draft writes all of them at once, so rounds without one cost next to nothing.
+    """
+
+    context: ContextKV
+    waiting: list[mx.array] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Where the next committed row stands."""
+        return self.context.cursor + self.waiting_rows
+
+    @property
+    def waiting_rows(self) -> int:
+        """How many rows wait."""
+        return sum(features.shape[0] for features in self.waiting)
+
+    def fork(self) -> "BlockState":
+        """Return an independent copy."""
+        return BlockState(self.context.fork(), list(self.waiting))
+
+    def free(self) -> None:
+        """Give the pages of the context back."""
+        self.waiting = []
+        self.context.free()
+
+    def add(self, position: int, features: mx.array) -> None:
+        """Let rows wait whose first stands at ``position``. Raises PositionError for a gap or an overlap."""
+        if position != self.position:
+            raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.position}.")
+        self.waiting.append(features)
+
+    def rewind(self, position: int) -> None:
+        """Forget rows from ``position`` on, see ``ContextKV.rewind``."""
+        keep = position - self.context.cursor
+        if keep <= 0:
+            self.waiting = []
+            self.context.rewind(position)
+        elif keep < self.waiting_rows:
+            self.waiting = [mx.concatenate(self.waiting)[:keep]]
 
 
 class ContextWriter:
@@ -25,12 +73,12 @@ class ContextWriter:
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope
 
-    def write(self, updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
-        """Append to each context the rows at a position ff. whose target features are [n, T * H].
-
-        Rows that the window would drop at once are not computed. Raises PositionError, see ContextKV.
-        """
-        parts = [self._inside(*update) for update in updates]
+    def write(self, states: Sequence[BlockState]) -> None:
+        """Write what waits; rows that the window would drop at once are not computed."""
+        behind = [state for state in states if state.waiting]
+        if not behind:
+            return
+        parts = [self._inside(state.context, mx.concatenate(state.waiting)) for state in behind]
         features = [part for _, _, part in parts]
         positions = [mx.arange(at, at + part.shape[0], dtype=mx.int32) for _, at, part in parts]
         if len(parts) == 1:
@@ -39,10 +87,12 @@ class ContextWriter:
             ends = list(accumulate(part.shape[0] for part in features))[:-1]
             written = list(mx.split(self.rows(mx.concatenate(features), mx.concatenate(positions)), ends))
         append_to([(context, at, rows) for (context, at, _), rows in zip(parts, written, strict=True)])
+        for state in behind:
+            state.waiting = []
 
-    def _inside(self, context: ContextKV, position: int, features: mx.array) -> tuple[ContextKV, int, mx.array]:
-        count = features.shape[0]
-        if context.keep is not None and count > context.keep and position == context.cursor:
+    def _inside(self, context: ContextKV, features: mx.array) -> tuple[ContextKV, int, mx.array]:
+        count, position = features.shape[0], context.cursor
+        if context.keep is not None and count > context.keep:
             skipped = count - context.keep
             context.start_at(position + skipped, capture=position)
             position, features = position + skipped, features[skipped:]

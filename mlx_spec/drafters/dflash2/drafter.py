@@ -16,7 +16,7 @@ from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
 from mlx_spec.drafters.context import ContextKV, context_pool, pages_of
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.context import ContextWriter
+from mlx_spec.drafters.dflash2.context import BlockState, ContextWriter
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.errors import DrafterMismatch, RequestError
 from mlx_spec.target import Target
@@ -37,7 +37,6 @@ class DFlash2Drafter:
         self.taps = config.target_layer_ids
         self.max_draft = config.block_size - 1
         self.walk = walk
-        self._waiting = 0
         self.writer = ContextWriter(model)
         self.mask = target.embed(mx.array([config.mask_token_id]))
         self._embed = target.embed
@@ -46,18 +45,19 @@ class DFlash2Drafter:
         self.pool = context_pool(self.writer.rows(nothing, mx.array([0], dtype=mx.int32)))
         self._head = target.logits if self._ids is None else target.head_for(self._ids)
 
-    def open(self, position: int = 0) -> ContextKV:
+    def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""
-        return ContextKV(self.pool, self.config.context_window, position)
+        return BlockState(ContextKV(self.pool, self.config.context_window, position))
 
-    def extend(self, updates: Sequence[tuple[ContextKV, Committed]]) -> None:
-        """Write context keys and values of committed rows. Raises PositionError for a gap or an overlap."""
-        self.writer.write([(state, rows.position, rows.taps) for state, rows in updates])
-        self._waiting += sum(rows.tokens.size for _, rows in updates)
-        if self._waiting > MAX_ROWS:
+    def extend(self, updates: Sequence[tuple[BlockState, Committed]]) -> None:
+        """Let committed rows wait for the next draft. Raises PositionError for a gap or an overlap."""
+        for state, rows in updates:
+            state.add(rows.position, rows.taps)
+        many = [state for state, _ in updates if state.waiting_rows > MAX_ROWS]
+        if many:
             # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
+            self.writer.write(many)
             mx.async_eval(self.pool.data)
-            self._waiting = 0
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
         """Draft the tokens behind all anchors in one block forward, whose blocks are as long as the longest ask's.
@@ -81,22 +81,23 @@ class DFlash2Drafter:
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
         if selector is not None:
             finite["candidate selector"] = finite_blocks(candidates.gates)
-        return self.walk(selector, candidates, asks, [ask.state.cursor for ask in asks], finite)
+        return self.walk(selector, candidates, asks, [ask.state.position for ask in asks], finite)
 
-    def rewind(self, state: ContextKV, position: int) -> int:
-        """Forget context from ``position`` on; ahead of the cursor there is nothing to forget."""
+    def rewind(self, state: BlockState, position: int) -> int:
+        """Forget rows from ``position`` on; ahead of the newest there is nothing to forget."""
         state.rewind(position)
-        return state.cursor
+        return state.position
 
-    def block(self, states: Sequence[ContextKV], anchors: Sequence[int], rows: int) -> mx.array:
+    def block(self, states: Sequence[BlockState], anchors: Sequence[int], rows: int) -> mx.array:
         """Run the block forward of N sequences: final-normed hidden states [N, rows, H], the anchors' first."""
+        self.writer.write(states)
         embedded = self._embed(mx.array(list(anchors)))[:, None]
         masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
         scale = self.config.input_embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
         x = x if scale == 1.0 else x * scale
 
-        pool, pages, lengths = pages_of(states)
+        pool, pages, lengths = pages_of([state.context for state in states])
         cached = Cached(pages, lengths, (rows,) * len(states))
 
         def attend(layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
@@ -114,7 +115,7 @@ class DFlash2Drafter:
             return attended.reshape(queries.shape)
 
         # One position for all spares the device an array.
-        cursors = [state.cursor for state in states]
+        cursors = [state.position for state in states]
         return self.model(x, cursors[0] if len(cursors) == 1 else mx.array(cursors, dtype=mx.int32), attend)
 
     def _transform(self, unary: mx.array) -> mx.array:
