@@ -18,7 +18,7 @@ import textwrap
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,17 @@ def one_of_each_kind_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [by_kind[kind][turn] for turn, kind in sorted(turns)]
 
 
+def at_most_of_a_kind(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """Keep the first ``limit`` prompts of each kind, in their order, or all."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in prompts:
+        seen[prompt.kind] += 1
+        if limit is None or seen[prompt.kind] <= limit:
+            kept.append(prompt)
+    return kept
+
+
 def split_prompts(prompts: Sequence[Prompt], seed: int) -> Split:
     """Split by group; prompts of which only some groups are held out go nowhere."""
     train, held_out = [], []
@@ -351,13 +362,13 @@ class Collection:
     human_eval: list[Prompt]
 
 
-def collect(folder: Path, seed: int, problems: int, functions: int) -> Collection:
+def collect(folder: Path, seed: int, variants: int, problems: int, functions: int) -> Collection:
     """Download the sources into `folder` and make prompts of them."""
     data = download(EVALS, folder) / EVALS_DATA
     rng = random.Random(seed)
     prompts = [
-        *topic_prompts(rng),
-        *coding_prompts(rng),
+        *topic_prompts(rng, variants),
+        *coding_prompts(rng, 2 * variants),
         *evals_prompts(data, rng),
         *passage_prompts(passages(data), rng),
         *word_problems(download(REASONING_GYM, folder), problems, seed, rng),
@@ -373,6 +384,10 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.prompts", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the four .jsonl files")
     parser.add_argument("--seed", type=int, default=0, help="seed of every choice (default 0)")
+    parser.add_argument(
+        "--variants", type=int, default=1, help="times that each form meets each topic, endings differ (default 1)"
+    )
+    parser.add_argument("--of-a-kind", type=int, help="most prompts of a kind to train on (default: all)")
     parser.add_argument("--problems", type=int, default=3500, help="word problems to generate (default 3500)")
     parser.add_argument("--functions", type=int, default=3000, help="library functions to use (default 3000)")
     return parser
@@ -382,12 +397,13 @@ def main() -> None:
     """Collect, split, check, write, and print a table, then one JSON line."""
     args = setup_arg_parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = collect(Path(temporary), args.seed, args.problems, args.functions)
+        found = collect(Path(temporary), args.seed, args.variants, args.problems, args.functions)
     mt_bench, human_eval = found.mt_bench, found.human_eval
     benchmarks = [*mt_bench, *human_eval]
     candidates = without_repeats(found.candidates)
     clean = without_benchmarks(candidates, benchmarks)
     split = split_prompts(clean, args.seed)
+    split = replace(split, train=at_most_of_a_kind(split.train, args.of_a_kind))
     check_disjoint(split, benchmarks)
     write_files(args.out, split, mt_bench, human_eval)
     print_counts(split, mt_bench, human_eval)

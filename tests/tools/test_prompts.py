@@ -106,3 +106,12 @@ def test_written_lines(tmp_path):
     assert read["train"] == [{"prompt": "Hello?", "kind": "letter", "system": "Be brief."}]
     assert [item["split"] for item in read["heldout"]] == ["heldout40", "heldout"]
     assert read["mtbench"] == read["humaneval"] == [{"prompt": "Bye?", "kind": "letter"}]
+
+
+def test_kinds_can_be_evened_out():
+    prompts = [Prompt(f"{kind} {n}", kind, ()) for n in range(5) for kind in ("recipe", "story")] + [
+        Prompt("How?", "advice", ())
+    ]
+    kept = tool.at_most_of_a_kind(prompts, 2)
+    assert [p.prompt for p in kept] == ["recipe 0", "story 0", "recipe 1", "story 1", "How?"]
+    assert tool.at_most_of_a_kind(prompts, None) == prompts
