@@ -1,6 +1,6 @@
 """Attention of a pass's rows over their sequences' pages and over each other, by absolute position."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import mlx.core as mx
@@ -67,6 +67,33 @@ class View:
     block: bool = False
 
 
+@dataclass(frozen=True)
+class Call:
+    """What attention_rows was given."""
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    pool: mx.array
+    layer: int
+    cached: Cached
+    view: View
+    paths: mx.array | None
+
+    def sequence(self, index: int) -> "Call":
+        """Return the part of one sequence."""
+        start, count = sum(self.cached.counts[:index]), self.cached.counts[index]
+        rows = slice(start, start + count)
+        return replace(
+            self,
+            queries=self.queries[rows],
+            keys=self.keys[rows],
+            values=self.values[rows],
+            cached=Cached(self.cached.pages[index : index + 1], self.cached.lengths[index : index + 1], (count,)),
+            paths=None if self.paths is None else self.paths[rows, :count],
+        )
+
+
 def attention_rows(
     queries: mx.array,
     keys: mx.array,
@@ -98,19 +125,15 @@ def attention_rows(
     are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's attention.
     Raises ValueError for shapes and dtypes that do not fit.
     """
-    view = View(scale, window, softcap, sinks, block)
-    _check(queries, keys, values, pool, layer, cached, view, paths)
-    if implementation() == "native" and max(cached.counts) <= MOST_ROWS:
-        return _native(queries, keys, values, pool, layer, cached, view, paths)
-    outputs, start = [], 0
-    for index, count in enumerate(cached.counts):
-        rows = slice(start, start + count)
-        part = queries[rows], keys[rows], values[rows], pool, layer
-        tree = None if paths is None else paths[rows, :count]
-        one = Cached(cached.pages[index : index + 1], cached.lengths[index : index + 1], (count,))
-        attend = _native if implementation() == "native" and count <= MOST_ROWS else _composed
-        outputs.append(attend(*part, one, view, tree))
-        start += count
+    call = Call(queries, keys, values, pool, layer, cached, View(scale, window, softcap, sinks, block), paths)
+    _check(call)
+    is_native, counts = implementation() == "native", cached.counts
+    if is_native and max(counts) <= MOST_ROWS:
+        return _native(call)
+    outputs = [
+        (_native if is_native and count <= MOST_ROWS else _composed)(call.sequence(index))
+        for index, count in enumerate(counts)
+    ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -139,23 +162,15 @@ def split_of(position: int) -> int:
     return 32 * level + (unit - 32 * (2**level - 1)) // 2**level
 
 
-def _native(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    pool: mx.array,
-    layer: int,
-    cached: Cached,
-    view: View,
-    paths: mx.array | None,
-) -> mx.array:
+def _native(call: Call) -> mx.array:
+    queries, pool, cached, view, paths = call.queries, call.pool, call.cached, call.view, call.paths
     rows, heads, dim = queries.shape
-    kv_heads, slots = keys.shape[1], pool.shape[3]
+    kv_heads, slots = call.keys.shape[1], pool.shape[3]
     _check_kernel(dim, slots)
     pages = cached.pages if cached.pages.size else mx.zeros((len(cached.counts), 1), dtype=mx.int32)
     splits = split_of(cached.pages.shape[1] * slots + max(cached.counts) - 1) + 1
     starts = _starts(cached.counts) if cached.starts is None else cached.starts
-    place = ints(layer, view.window or NO_WINDOW)
+    place = ints(call.layer, view.window or NO_WINDOW)
     sizes = ints(pages.shape[1], rows, splits)
     settings = floats(view.scale, view.softcap or 0.0)
     tree = ints(0) if paths is None else paths
@@ -164,7 +179,7 @@ def _native(
     simdgroups = -(-max(cached.counts) * (heads // kv_heads) // vectors)
     work = [("LANES", lanes), ("VECTORS", vectors), ("SIMDGROUPS", SIMDGROUPS)]
     partials, weights = KERNEL(
-        [queries, keys, values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
+        [queries, call.keys, call.values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
         template=[("T", queries.dtype), ("KV", kv_heads), *modes, *work, *_strides(pool)],
         groups=(kv_heads * -(-simdgroups // SIMDGROUPS), splits, len(cached.counts)),
         threads=(32 * min(simdgroups, SIMDGROUPS), 1, 1),
@@ -200,37 +215,20 @@ def _starts(counts: tuple[int, ...]) -> mx.array:
     return ints(*(sum(counts[:i]) for i in range(len(counts) + 1)))
 
 
-def _path_by_path(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    pool: mx.array,
-    layer: int,
-    cached: Cached,
-    view: View,
-    paths: mx.array,
-) -> mx.array:
+def _path_by_path(call: Call, paths: mx.array) -> mx.array:
     """Attend from each row of a tree as from the last row of a chain: what is on its path."""
     outputs = []
-    for row in range(queries.shape[0]):
+    for row in range(call.queries.shape[0]):
         # Behind the path's end lie copies of its first row, which the row does not see.
         path, depth = mx.maximum(paths[row], 0), mx.sum(paths[row] >= 0) - 1
-        part = queries[row : row + 1], keys[path], values[path], pool, layer, cached
-        outputs.append(_composed(*part, view, None, depth))
+        one = replace(
+            call, queries=call.queries[row : row + 1], keys=call.keys[path], values=call.values[path], paths=None
+        )
+        outputs.append(_composed(one, depth))
     return mx.concatenate(outputs)
 
 
-def _composed(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    pool: mx.array,
-    layer: int,
-    cached: Cached,
-    view: View,
-    paths: mx.array | None,
-    depth: mx.array | None = None,
-) -> mx.array:
+def _composed(call: Call, depth: mx.array | None = None) -> mx.array:
     """Attend from the rows of one sequence by MLX's operations; with ``depth`` from one row, which is at that key.
 
     Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is
@@ -238,18 +236,19 @@ def _composed(
     there each row is a pass of its own.
     """
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if paths is not None and is_cpu:
-        return _path_by_path(queries, keys, values, pool, layer, cached, view, paths)
-    count, slots, length = keys.shape[0], pool.shape[3], cached.lengths[0]
+    if call.paths is not None and is_cpu:
+        return _path_by_path(call, call.paths)
+    queries, values, view = call.queries, call.values, call.view
+    count, slots, length = values.shape[0], call.pool.shape[3], call.cached.lengths[0]
     more = -(-count // slots)
-    pages = mx.concatenate([cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
+    pages = mx.concatenate([call.cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
     pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
     key_at = mx.arange(pages.size * slots)
     new_at = length + mx.arange(count)
     row_at = new_at if depth is None else (length + depth)[None]
 
     def lay_out(side: int, new: mx.array) -> mx.array:
-        old = pool[pages, layer, side]
+        old = call.pool[pages, call.layer, side]
         rows = old.reshape(-1, *new.shape[1:])
         if side == 1:
             # Slots of no position may hold anything, and 0 times infinity is not 0.
@@ -257,12 +256,12 @@ def _composed(
         rows[new_at] = new
         return rows
 
-    visible = _visible(length, row_at, key_at, view, paths)
+    visible = _visible(length, row_at, key_at, view, call.paths)
     if not is_cpu:
-        return _attend(queries, lay_out(0, keys), lay_out(1, values), visible, view)
+        return _attend(queries, lay_out(0, call.keys), lay_out(1, values), visible, view)
     # The CPU, which the others are compared with, keeps what a row does not see from it as the kernel does.
     is_finite = mx.all(mx.isfinite(values), axis=(1, 2))
-    laid = lay_out(0, keys), lay_out(1, mx.where(is_finite[:, None, None], values, 0).astype(values.dtype))
+    laid = lay_out(0, call.keys), lay_out(1, mx.where(is_finite[:, None, None], values, 0).astype(values.dtype))
     out = _attend(queries, *laid, visible, view)
     sees_others = mx.any(visible[:, new_at] & ~is_finite, axis=1)
     return mx.where(sees_others[:, None, None], mx.nan, out).astype(out.dtype)
@@ -305,16 +304,15 @@ def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, p
     return mx.broadcast_to(mx.where(key_at < length, sees_old, sees_new), (count, key_at.size))
 
 
-def _check(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    pool: mx.array,
-    layer: int,
-    cached: Cached,
-    view: View,
-    paths: mx.array | None,
-) -> None:
+def _check(call: Call) -> None:
+    queries, keys, values, pool, view, paths = (
+        call.queries,
+        call.keys,
+        call.values,
+        call.pool,
+        call.view,
+        call.paths,
+    )
     if queries.ndim != 3 or keys.ndim != 3:
         raise ValueError(f"Queries must be [R, H, D] and keys [R, KV, D], not {queries.shape} and {keys.shape}.")
     rows, heads, dim = queries.shape
@@ -338,15 +336,15 @@ def _check(
             f"The pool must be [pages, layers, 2, slots, KV, D] with {kv_heads} KV heads of {dim} numbers, "
             f"not {pool.shape}."
         )
-    if not 0 <= layer < layers:
-        raise ValueError(f"The pool holds layers 0 to {layers - 1}, not {layer}.")
+    if not 0 <= call.layer < layers:
+        raise ValueError(f"The pool holds layers 0 to {layers - 1}, not {call.layer}.")
     if view.window is not None and view.window < 1:
         raise ValueError(f"A window holds at least 1 position, not {view.window}.")
     if view.sinks is not None and view.sinks.shape != (heads,):
         raise ValueError(f"Sinks must be one number for each of {heads} heads, not {view.sinks.shape}.")
     if paths is not None and (view.block or paths.shape != (rows, rows) or paths.dtype != mx.int32):
         raise ValueError(f"Paths must be int32 {(rows, rows)} and without block, not {paths.dtype} {paths.shape}.")
-    _check_cached(cached, rows)
+    _check_cached(call.cached, rows)
 
 
 def _check_cached(cached: Cached, rows: int) -> None:
