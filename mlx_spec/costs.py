@@ -42,22 +42,27 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs
 def measure(target: Target, drafter: Drafter) -> Costs:
     """Time passes of several sizes behind a short context; each twice, so that compilation is left out.
 
-    A pass over several sequences may have 16 rows, whatever the drafter's block.
+    A draft comes with showing the drafter what the round before committed, half of as many drafts. A pass over
+    several sequences may have 16 rows, whatever the drafter's block.
     """
     most = drafter.max_draft
-    sequence, state = target.open(), drafter.open()
+    sequence, states = target.open(), [drafter.open()]
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
+    before = max(1, tokens.size - 1 - most // 2)
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
-    drafter.extend([(state, Committed(0, tokens, rows.taps))])
-    mx.eval(sequence.arrays)
+    drafter.extend([(states[0], Committed(0, tokens[:before], rows.taps[:before]))])
+    mx.eval(sequence.arrays, rows.taps)
 
     def verify(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, tokens[:count])], drafter.taps)
         return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int) -> list[mx.array]:
-        ask = Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
+        states.append(states[0].fork())
+        round_before = slice(before, before + 1 + count // 2)
+        drafter.extend([(states[-1], Committed(before, tokens[round_before], rows.taps[round_before]))])
+        ask = Ask(states[-1], 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
         return [proposal.tokens for proposal in drafter.propose([ask])]
 
     try:
@@ -67,7 +72,8 @@ def measure(target: Target, drafter: Drafter) -> Costs:
         )
     finally:
         sequence.free()
-        state.free()
+        for state in states:
+            state.free()
 
 
 def as_json(curve: Mapping[int, float]) -> dict[str, float]:

@@ -59,6 +59,21 @@ def test_measuring_covers_one_row_and_the_whole_block(target: Target, drafter: D
     assert target.pool.pages_in_use == 0
 
 
+def test_a_draft_comes_with_the_rows_that_a_round_commits(
+    target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    compute = drafter.writer.rows
+
+    def counted(features: mx.array, positions: mx.array) -> mx.array:
+        written.append(features.shape[0])
+        return compute(features, positions)
+
+    monkeypatch.setattr(drafter.writer, "rows", counted)
+    measure(target, drafter)
+    assert written == [23, 1, 1, 4, 4]
+
+
 def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
     target = tiny_target("llama", max_kv_size=32)
     assert 8 in measure(target, drafter).verify
