@@ -199,7 +199,10 @@ def fit(
     see: See,
     draw: Draw,
 ) -> History:
-    """Run the steps and return (step, seconds, loss) every 100 of them. Ctrl-C ends early, keeping the weights."""
+    """Run the steps and return (step, seconds, loss) every 100 of them.
+
+    Ctrl-C ends early, keeping the weights; before the first step it raises SystemExit.
+    """
     group = processes()
     rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
     source = seen_batches(args, replies, see, rng)
@@ -229,6 +232,8 @@ def fit(
                 if done >= steps:
                     return history
         except KeyboardInterrupt:
+            if done == 1:
+                raise SystemExit("stopped before the first step: nothing is saved") from None
             bar.write("stopped; saving what there is")
     return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
 

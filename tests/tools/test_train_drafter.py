@@ -243,3 +243,28 @@ def test_own_prompts_are_the_user_turns_that_ended() -> None:
     written = own_prompts(tokenizer, [[ord(letter) for letter in text] for text in texts])
     assert [prompt.prompt for prompt in written] == ["What is a comet?", "Name three rivers."]
     assert {prompt.kind for prompt in written} == {"own"}
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_ctrl_c_keeps_what_is_trained(done: int) -> None:
+    args = train_drafter.setup_arg_parser().parse_args(
+        ["--replies", "r", "--heldout", "h", "--out", "o", "--batch-size", "8", "--max-length", "64"]
+    )
+    steps: list[int] = []
+
+    def step(*inputs: Any) -> mx.array:
+        if len(steps) == done:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return mx.array(2.5)
+
+    def run() -> training.History:
+        optimizer = training.make_optimizer()
+        return training.fit(args, step, optimizer, random_replies(), lambda tokens: (), lambda batch, rng: ())
+
+    if not done:
+        with pytest.raises(SystemExit, match="nothing is saved"):
+            run()
+    else:
+        ((last, _, loss),) = run()
+        assert (last, loss) == (done, 2.5)
