@@ -52,7 +52,13 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     rows = target.forward([(sequence, tokens)], drafter.taps)
     target.commit(sequence, rows)
     drafter.extend([(states[0], Committed(0, tokens[:before], rows.taps[:before]))])
-    mx.eval(sequence.arrays, rows.taps)
+
+    def propose(state: Any, count: int) -> list[mx.array]:
+        ask = Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
+        return [proposal.tokens for proposal in drafter.propose([ask])]
+
+    # What waits of the context is taken in before the first draft, and not again.
+    mx.eval(sequence.arrays, rows.taps, propose(states[0], 1))
 
     def verify(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, tokens[:count])], drafter.taps)
@@ -62,8 +68,7 @@ def measure(target: Target, drafter: Drafter) -> Costs:
         states.append(states[0].fork())
         round_before = slice(before, before + 1 + count // 2)
         drafter.extend([(states[-1], Committed(before, tokens[round_before], rows.taps[round_before]))])
-        ask = Ask(states[-1], 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
-        return [proposal.tokens for proposal in drafter.propose([ask])]
+        return propose(states[-1], count)
 
     try:
         return Costs(
