@@ -120,8 +120,7 @@ def drafter_name(model: str, drafter: str | None) -> str | None:
     """
     if drafter == "auto":
         return str(DRAFTER_FOLDER) if model == DEMO else None
-    ships_one = model == DEMO and has_config(EAGLE_FOLDER)
-    if drafter == EAGLE and not ships_one and not Path(EAGLE).is_dir():
+    if drafter == EAGLE and model != DEMO and not Path(EAGLE).is_dir():
         raise DrafterMismatch(
             f"{model} comes with no EAGLE head: give --drafter the folder or repo of one that was trained for it, "
             "or train one with tools.train_eagle."

@@ -1,4 +1,4 @@
-"""The drafter that ships with the demo model: the text of plain decoding, and the official code's paths."""
+"""The drafters that ship with the demo model: the text of plain decoding, and the official code's paths."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 from one_draft import block, extend, propose
 
 from mlx_spec import Engine, load, stream_generate
-from mlx_spec.demo import DRAFTER_FOLDER
+from mlx_spec.demo import DRAFTER_FOLDER, EAGLE_FOLDER, MTP_FOLDER
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
@@ -66,7 +66,7 @@ def both_lanes(demo: tuple[Engine, Any], prompt: str, **options: Any) -> tuple[l
     tokens = chat(demo[1], prompt)
     return (
         list(stream_generate(*demo, tokens, **options)),
-        list(stream_generate(*demo, tokens, num_draft_tokens=0, **options)),
+        list(stream_generate(*demo, tokens, **{**options, "num_draft_tokens": 0})),
     )
 
 
@@ -116,6 +116,19 @@ def test_the_command_checks_rows(capsys: pytest.CaptureFixture[str]) -> None:
 def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt: str) -> None:
     assert_same(demo, prompt, max_tokens=64)
     assert_same(demo, prompt, max_tokens=64, **SAMPLED, **PENALTIES)
+
+
+@pytest.mark.parametrize("folder", [MTP_FOLDER, EAGLE_FOLDER], ids=lambda folder: folder.name)
+def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound to wrong hidden states, or wired wrongly, a head would have hardly more than 1.0."""
+    monkeypatch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.models.check_wiring", lambda *_: None)
+    demo = load("demo", folder.name)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
+    drafted, plain = both_lanes(demo, PROMPTS[6], max_tokens=24, num_draft_tokens=3)
+    assert [r.token for r in drafted] == [r.token for r in plain]
+    assert drafted[-1].statistics.accepted_length > 2.0
+    assert_same(demo, PROMPTS[1], max_tokens=10, **SAMPLED)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,11 @@ SHIPPED = [
     "mlx_spec/__init__.py",
     "mlx_spec/py.typed",
     "mlx_spec/generate.py",
-    "mlx_spec/demo/dflash2/README.md",
-    "mlx_spec/demo/dflash2/config.json",
-    "mlx_spec/demo/dflash2/model.safetensors",
+    *(
+        f"mlx_spec/demo/{drafter}/{name}"
+        for drafter in ("dflash2", "mtp", "eagle")
+        for name in ("README.md", "config.json", "model.safetensors")
+    ),
 ]
 
 
