@@ -4,6 +4,7 @@ Decoding starts a round behind a draft that failed, and drafts fail at tokens th
 the tokens behind which drafting is learned, are drawn mostly from those.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,16 @@ def token_shares(frozen: Frozen, tokens: mx.array, hidden: mx.array) -> mx.array
     index, logits = frozen.draft_index[tokens[:, 1:]], frozen.score(hidden[:, :-1]).astype(mx.float32)
     there = mx.take_along_axis(logits, mx.maximum(index, 0)[..., None], axis=-1)[..., 0]
     return mx.where(index >= 0, mx.exp(there - mx.logsumexp(logits, axis=-1)), 0.0)
+
+
+def watch(model: Any, frozen: Frozen, taps: tuple[int, ...]) -> Callable[[mx.array], tuple[mx.array, ...]]:
+    """Return what runs the target over sequences: token shares, final hidden states and taps of each."""
+
+    def see(tokens: mx.array) -> tuple[mx.array, ...]:
+        hidden, tapped = run_target(model, tokens, taps)
+        return token_shares(frozen, tokens, hidden), hidden, tapped
+
+    return see
 
 
 def draw_anchors(shares: mx.array, lengths: mx.array, firsts: mx.array, count: int) -> mx.array:

@@ -25,7 +25,7 @@ from mlx_spec.drafters.dflash2.drafter import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import train_dflash2 as dflash2
 from tools.quantize_drafter import plain_tensors, published_names
-from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
+from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, watch
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
@@ -181,10 +181,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
 
-    def see(tokens: mx.array) -> tuple[mx.array, ...]:
-        hidden, taps = run_target(target, tokens, config.target_layer_ids)
-        return token_shares(frozen, tokens, hidden), hidden, taps
-
     def loss(
         tokens: mx.array,
         lengths: mx.array,
@@ -201,7 +197,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         shape = len(batch.tokens), anchor_count(args, batch.tokens)
         return (mx.array(block_rows(shape, config.block_size, rng)),)
 
-    history, packed = learn(args, model, see, loss, replies, draw)
+    history, packed = learn(args, model, watch(target, frozen, config.target_layer_ids), loss, replies, draw)
     if first_process():
         save(Path(args.out), raw, model)
     model.update(shipped_weights(model.parameters(), packed))

@@ -26,7 +26,7 @@ from tools import chain_loss
 from tools.chain_acceptance import accepted_length, standing_drafts, told
 from tools.chain_loss import every_anchor, standing
 from tools.eagle_chains import chains
-from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
+from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, watch
 from tools.train_data import Replies, frequent_tokens
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
@@ -142,10 +142,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     score = head.get("lm_head") or frozen.score
 
-    def see(tokens: mx.array) -> tuple[mx.array, ...]:
-        hidden, taps = run_target(target, tokens, contract.taps)
-        return token_shares(frozen, tokens, hidden), hidden, taps
-
     def loss(
         tokens: mx.array,
         lengths: mx.array,
@@ -158,7 +154,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, args.chain)
         return chain_loss.loss(outputs, score, frozen, tokens, lengths, anchors, hidden, args.hard)
 
-    history, packed = learn(args, head, see, loss, replies)
+    history, packed = learn(args, head, watch(target, frozen, contract.taps), loss, replies)
     if first_process():
         save(Path(args.out), raw, config, contract, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
