@@ -22,7 +22,7 @@ from metal_kernels.implementations import implementation
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.drafters.base import Ask, Committed, Drafter
 from mlx_spec.policy import Costs
-from mlx_spec.target import Target
+from mlx_spec.target import Sequence, Target
 
 CONTEXT = 64
 
@@ -45,8 +45,18 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     A draft comes with showing the drafter what the round before committed, half of as many drafts. A pass over
     several sequences may have 16 rows, whatever the drafter's block.
     """
-    most = drafter.max_draft
     sequence, states = target.open(), [drafter.open()]
+    try:
+        return timed(target, drafter, sequence, states)
+    finally:
+        sequence.free()
+        for state in states:
+            state.free()
+
+
+def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any]) -> Costs:
+    """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks are added."""
+    most = drafter.max_draft
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
     before = max(1, tokens.size - 1 - most // 2)
     rows = target.forward([(sequence, tokens)], drafter.taps)
@@ -70,15 +80,10 @@ def measure(target: Target, drafter: Drafter) -> Costs:
         drafter.extend([(states[-1], Committed(before, tokens[round_before], rows.taps[round_before]))])
         return propose(states[-1], count)
 
-    try:
-        return Costs(
-            {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS})},
-            {n: time_ms(draft, n) for n in sorted({1, most})},
-        )
-    finally:
-        sequence.free()
-        for state in states:
-            state.free()
+    return Costs(
+        {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS})},
+        {n: time_ms(draft, n) for n in sorted({1, most})},
+    )
 
 
 def as_json(curve: Mapping[int, float]) -> dict[str, float]:
