@@ -305,14 +305,8 @@ def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, p
 
 
 def _check(call: Call) -> None:
-    queries, keys, values, pool, view, paths = (
-        call.queries,
-        call.keys,
-        call.values,
-        call.pool,
-        call.view,
-        call.paths,
-    )
+    queries, keys, values, pool = call.queries, call.keys, call.values, call.pool
+    view, paths = call.view, call.paths
     if queries.ndim != 3 or keys.ndim != 3:
         raise ValueError(f"Queries must be [R, H, D] and keys [R, KV, D], not {queries.shape} and {keys.shape}.")
     rows, heads, dim = queries.shape
