@@ -3,6 +3,7 @@
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from mlx_spec.drafters.base import Ask, Choose, Committed, Drafter, Proposal
 from mlx_spec.drafters.dflash2.context import BlockState
@@ -23,3 +24,16 @@ def extend(drafter: Drafter, state: Any, rows: Committed) -> None:
 def block(drafter: DFlash2Drafter, state: BlockState, anchor: int, rows: int) -> mx.array:
     """Run the block forward of one sequence: [rows, H]."""
     return drafter.block([state], [anchor], rows)[0]
+
+
+def written_rows(drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of every write to contexts from now on."""
+    counts: list[int] = []
+    compute = drafter.writer.rows
+
+    def counted(features: mx.array, positions: mx.array) -> mx.array:
+        counts.append(features.shape[0])
+        return compute(features, positions)
+
+    monkeypatch.setattr(drafter.writer, "rows", counted)
+    return counts

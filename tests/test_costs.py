@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from one_draft import written_rows
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -62,14 +63,7 @@ def test_measuring_covers_one_row_and_the_whole_block(target: Target, drafter: D
 def test_a_draft_comes_with_the_rows_that_a_round_commits(
     target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[int] = []
-    compute = drafter.writer.rows
-
-    def counted(features: mx.array, positions: mx.array) -> mx.array:
-        written.append(features.shape[0])
-        return compute(features, positions)
-
-    monkeypatch.setattr(drafter.writer, "rows", counted)
+    written = written_rows(drafter, monkeypatch)
     measure(target, drafter)
     assert written == [23, 1, 1, 4, 4]
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from one_draft import block, extend
+from one_draft import block, extend, written_rows
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -197,14 +197,7 @@ def test_forks_of_a_drafter_draft_on_their_own(tmp_path: Path) -> None:
 
 def test_rows_wait_for_a_draft_and_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, rows = load(tmp_path, layer_types=[FULL] * 2), features(48)
-    counts: list[int] = []
-    compute = drafter.writer.rows
-
-    def counted(features: mx.array, positions: mx.array) -> mx.array:
-        counts.append(features.shape[0])
-        return compute(features, positions)
-
-    monkeypatch.setattr(drafter.writer, "rows", counted)
+    counts = written_rows(drafter, monkeypatch)
     state, alone = drafter.open(), drafter.open()
 
     def show(state: BlockState, start: int, end: int) -> None:
