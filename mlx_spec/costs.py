@@ -55,7 +55,7 @@ def measure(target: Target, drafter: Drafter) -> Costs:
 
 
 def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any]) -> Costs:
-    """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks are added."""
+    """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks join."""
     most = drafter.max_draft
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
     before = max(1, tokens.size - 1 - most // 2)
