@@ -23,7 +23,7 @@ from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
 from mlx_spec.drafters.dflash2.drafter import native_names
 from mlx_spec.errors import DrafterMismatch
-from tools import train_dflash2 as dflash2
+from tools import dflash2_loss as dflash2
 from tools.quantize_drafter import plain_tensors, published_names
 from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, watch
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch

@@ -20,7 +20,7 @@ from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.target import Target
-from tools import train_dflash2 as dflash2
+from tools import dflash2_loss as dflash2
 from tools import train_drafter, training
 from tools.quantize_drafter import packing, plain_tensors
 from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
