@@ -5,7 +5,7 @@ A prompt names the topics (or the passage, or the function) that it is about, so
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_CHARS = 1100
@@ -388,16 +388,28 @@ def topics(text: str) -> list[str]:
     return [" ".join(topic.split()) for topic in text.split(";")]
 
 
+TOPICS = {
+    "concepts": topics(CONCEPTS),
+    "technology": topics(TECHNOLOGY),
+    "history": topics(HISTORY),
+    "places": topics(PLACES),
+    "activities": topics(ACTIVITIES),
+    "characters": topics(CHARACTERS),
+    "foods": topics(FOODS),
+    "occasions": topics(OCCASIONS),
+    "tasks": topics(TASKS),
+}
 SUBJECTS: list[tuple[str, str, list[str]]] = [
-    ("explain", CONCEPTS, EXPLAIN),
-    ("explain", TECHNOLOGY, EXPLAIN + EXPLAIN_TECHNOLOGY),
-    ("explain", HISTORY, EXPLAIN + EXPLAIN_HISTORY),
-    ("travel", PLACES, TRAVEL),
-    ("advice", ACTIVITIES, ADVICE),
-    ("story", CHARACTERS, STORIES),
-    ("recipe", FOODS, RECIPES),
-    ("letter", OCCASIONS, LETTERS),
+    ("explain", "concepts", EXPLAIN),
+    ("explain", "technology", EXPLAIN + EXPLAIN_TECHNOLOGY),
+    ("explain", "history", EXPLAIN + EXPLAIN_HISTORY),
+    ("travel", "places", TRAVEL),
+    ("advice", "activities", ADVICE),
+    ("story", "characters", STORIES),
+    ("recipe", "foods", RECIPES),
+    ("letter", "occasions", LETTERS),
 ]
+COMPARED = ("concepts", "technology", "history", "places", "foods")
 
 
 def fill(form: str, rng: random.Random, **given: str) -> str:
@@ -417,24 +429,27 @@ def random_system(rng: random.Random, share: float = SYSTEM_SHARE) -> str | None
     return rng.choice(SYSTEMS) if rng.random() < share else None
 
 
-def topic_prompts(rng: random.Random, variants: int = 1) -> Iterator[Prompt]:
+def topic_prompts(
+    rng: random.Random, variants: int = 1, lists: Mapping[str, Sequence[str]] = TOPICS
+) -> Iterator[Prompt]:
     """Every form over every topic of its list, `variants` times with other endings, and pairs to compare."""
-    for kind, text, forms in SUBJECTS:
-        for topic in topics(text):
+    for kind, name, forms in SUBJECTS:
+        for topic in lists[name]:
             for form in forms * variants:
                 prompt = fill(form + rng.choice(ENDINGS), rng, t=topic)
                 yield Prompt(prompt, kind, (f"topic {topic}",), random_system(rng))
-    for text in (CONCEPTS, TECHNOLOGY, HISTORY, PLACES, FOODS):
-        names = topics(text)
-        for _ in range(4 * variants * len(names)):
-            a, b = rng.sample(names, 2)
+    for name in COMPARED:
+        for _ in range(4 * variants * len(lists[name])):
+            a, b = rng.sample(lists[name], 2)
             prompt = fill(rng.choice(COMPARISONS) + rng.choice(ENDINGS), rng, a=a, b=b)
             yield Prompt(prompt, "compare", (f"topic {a}", f"topic {b}"), random_system(rng))
 
 
-def coding_prompts(rng: random.Random, variants: int = 2) -> Iterator[Prompt]:
+def coding_prompts(
+    rng: random.Random, variants: int = 2, tasks: Sequence[str] = TOPICS["tasks"]
+) -> Iterator[Prompt]:
     """Every coding form over every task, in `variants` random languages."""
-    for task in topics(TASKS):
+    for task in tasks:
         for form in CODING * variants:
             prompt = fill(form, rng, t=task, l=rng.choice(LANGUAGES))
             yield Prompt(prompt, "code", (f"task {task}",), random_system(rng))

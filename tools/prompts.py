@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tools.more_topics import MORE
 from tools.prompt_forms import (
     MAX_CHARS,
     Prompt,
@@ -355,14 +356,23 @@ def print_counts(split: Split, mt_bench: Sequence[Prompt], human_eval: Sequence[
 
 @dataclass(frozen=True)
 class Collection:
-    """Candidates for training and holding out, and the benchmarks, which are for measuring only."""
+    """Candidates for training and holding out, more for training only, and the benchmarks, for measuring only."""
 
     candidates: list[Prompt]
+    more: list[Prompt]
     mt_bench: list[Prompt]
     human_eval: list[Prompt]
 
 
-def collect(folder: Path, seed: int, variants: int, problems: int, functions: int) -> Collection:
+def more_prompts(seed: int, variants: int) -> list[Prompt]:
+    """Prompts of the same forms over many more topics."""
+    rng = random.Random(seed)
+    return [*topic_prompts(rng, variants, MORE), *coding_prompts(rng, 2 * variants, MORE["tasks"])]
+
+
+def collect(
+    folder: Path, seed: int, variants: int, problems: int, functions: int, more_topics: bool
+) -> Collection:
     """Download the sources into `folder` and make prompts of them."""
     data = download(EVALS, folder) / EVALS_DATA
     rng = random.Random(seed)
@@ -376,7 +386,7 @@ def collect(folder: Path, seed: int, variants: int, problems: int, functions: in
     ]
     mt_bench = mt_bench_prompts(download(MT_BENCH, folder))
     human_eval = human_eval_prompts(download(HUMAN_EVAL, folder))
-    return Collection(prompts, mt_bench, human_eval)
+    return Collection(prompts, more_prompts(seed, variants) if more_topics else [], mt_bench, human_eval)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -387,6 +397,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", type=int, default=1, help="times that each form meets each topic, endings differ (default 1)"
     )
+    parser.add_argument("--more-topics", action="store_true", help="train on thousands of topics more")
     parser.add_argument("--of-a-kind", type=int, help="most prompts of a kind to train on (default: all)")
     parser.add_argument("--problems", type=int, default=3500, help="word problems to generate (default 3500)")
     parser.add_argument("--functions", type=int, default=3000, help="library functions to use (default 3000)")
@@ -397,13 +408,16 @@ def main() -> None:
     """Collect, split, check, write, and print a table, then one JSON line."""
     args = setup_arg_parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found = collect(Path(temporary), args.seed, args.variants, args.problems, args.functions)
+        found = collect(Path(temporary), args.seed, args.variants, args.problems, args.functions, args.more_topics)
     mt_bench, human_eval = found.mt_bench, found.human_eval
     benchmarks = [*mt_bench, *human_eval]
     candidates = without_repeats(found.candidates)
     clean = without_benchmarks(candidates, benchmarks)
     split = split_prompts(clean, args.seed)
-    split = replace(split, train=at_most_of_a_kind(split.train, args.of_a_kind))
+    train = [*split.train, *without_benchmarks(without_repeats(found.more), benchmarks)]
+    if found.more:
+        random.Random(args.seed).shuffle(train)
+    split = replace(split, train=at_most_of_a_kind(train, args.of_a_kind))
     check_disjoint(split, benchmarks)
     write_files(args.out, split, mt_bench, human_eval)
     print_counts(split, mt_bench, human_eval)

@@ -30,7 +30,7 @@ FIRST_TIMED = 10
 # Steps after which the schedule is fitted again.
 FIT_EVERY = 200
 # Steps that a batch is kept for, in the mean.
-KEPT_USES = 8
+KEPT_USES = 4
 # AdamW's rate as a share of Muon's.
 ADAMW_SHARE = 0.05
 

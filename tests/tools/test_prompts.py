@@ -3,11 +3,13 @@
 import ast
 import json
 import random
+from itertools import chain
 
 import pytest
 
 from tools import prompts as tool
-from tools.prompt_forms import MAX_CHARS, Prompt, coding_prompts, passage_prompts, topic_prompts
+from tools.more_topics import MORE
+from tools.prompt_forms import MAX_CHARS, TOPICS, Prompt, coding_prompts, passage_prompts, topic_prompts
 
 
 def sample(*messages, ideal="A"):
@@ -115,3 +117,14 @@ def test_kinds_can_be_evened_out():
     kept = tool.at_most_of_a_kind(prompts, 2)
     assert [p.prompt for p in kept] == ["recipe 0", "story 0", "recipe 1", "story 1", "How?"]
     assert tool.at_most_of_a_kind(prompts, None) == prompts
+
+
+def test_more_topics_are_new_and_can_be_trained_on():
+    assert MORE.keys() == TOPICS.keys()
+    for name, topics in MORE.items():
+        assert len(set(topics)) == len(topics) > len(TOPICS[name])
+        assert set(topics).isdisjoint(chain(*TOPICS.values()))
+    more = tool.without_repeats(tool.more_prompts(seed=0, variants=1))
+    assert len(more) > 40_000 and not [p for p in more if "{" in p.prompt]
+    split = tool.split_prompts(tool.without_repeats(own_prompts()), seed=0)
+    tool.check_disjoint(tool.Split([*split.train, *more], split.test, split.pool), [])
