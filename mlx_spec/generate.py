@@ -33,7 +33,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--drafter",
         default="auto",
         help="folder or repo of a DFlash or DFlash 2 drafter, an EAGLE head or an MTP head; mtp: the head that "
-        "comes with the model; eagle: the demo's; auto: the drafter that comes with it, if any (default); none",
+        "comes with the model; dflash2, eagle: the demo's; auto: what comes with it, if anything (default); none",
     )
     add("--prompt", "-p", default="hello", help="the message; - reads it from standard input")
     add("--system-prompt", help="system message of the chat template")

@@ -15,7 +15,7 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 from metal_kernels.implementations import Implementation, implementation, using
 from mlx_spec.config_file import read_config
 from mlx_spec.costs import measured_costs
-from mlx_spec.demo import DRAFTER_FOLDER, EAGLE_FOLDER, MTP_FOLDER
+from mlx_spec.demo import DRAFTERS
 from mlx_spec.demo.model import demo_model_folder
 from mlx_spec.draft_vocabulary import frequent_tokens
 from mlx_spec.drafters.base import Drafter
@@ -35,7 +35,7 @@ from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
 from mlx_spec.target.target import text_config
 
-DEMO, MTP, EAGLE = "demo", "mtp", "eagle"
+DEMO, DFLASH2, MTP, EAGLE = "demo", "dflash2", "mtp", "eagle"
 # Rows of the largest pass that exactness is checked with where there is no drafter.
 DEFAULT_ROWS = 8
 # Bits a weight of an EAGLE head, and the choices; 16 leaves a head as it is.
@@ -58,8 +58,8 @@ def load(
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads. drafter: a folder or repo of
     a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that holds an MTP head; "mtp" for the
-    head that comes with the model, "eagle" for the demo's; "auto" for the drafter that comes with it, if any; None
-    for none.
+    head that comes with the model, "dflash2" and "eagle" for the demo's; "auto" for the one that comes with it, if
+    any; None for none.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
     unless it has a vocabulary of its own. draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head
     with, 16 for none; by default EAGLE heads have 4 and MTP heads those of their model. Quantised ones stay as
@@ -89,8 +89,7 @@ def load(
         name = MTP
     bound, label = None, ""
     if name is not None:
-        demo = {MTP: MTP_FOLDER, EAGLE: EAGLE_FOLDER} if model == DEMO else {}
-        place = demo.get(name, folder if name == MTP else None)
+        place = DRAFTERS.get(name) if model == DEMO else folder if name == MTP else None
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         options: dict[str, Any] = {"draft_ids": ids, "draft_bits": draft_bits}
         bound = load_drafter(name, target, progress, place=place, model_config=config, **options)
@@ -116,14 +115,16 @@ def chosen_kernels(exact: bool) -> Implementation:
 def drafter_name(model: str, drafter: str | None) -> str | None:
     """Return the folder or repo of the drafter to use with a model, or None.
 
-    Raises DrafterMismatch for the EAGLE head of a model that comes without one.
+    The demo's own is the one that is fastest: on a CPU the EAGLE head, of which one token costs least.
+    Raises DrafterMismatch for a drafter of the demo's with another model.
     """
     if drafter == "auto":
-        return str(DRAFTER_FOLDER) if model == DEMO else None
-    if drafter == EAGLE and model != DEMO and not Path(EAGLE).is_dir():
+        return (EAGLE if on_cpu() else DFLASH2) if model == DEMO else None
+    if drafter in (EAGLE, DFLASH2) and model != DEMO and not Path(drafter).is_dir():
+        kind, tool = ("EAGLE head", "eagle") if drafter == EAGLE else ("DFlash 2 drafter", "drafter")
         raise DrafterMismatch(
-            f"{model} comes with no EAGLE head: give --drafter the folder or repo of one that was trained for it, "
-            "or train one with tools.train_eagle."
+            f"{model} comes with no {kind}: give --drafter the folder or repo of one that was trained for it, "
+            f"or train one with tools.train_{tool}."
         )
     return drafter
 

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 from one_draft import block, extend, propose
 
 from mlx_spec import Engine, load, stream_generate
-from mlx_spec.demo import DRAFTER_FOLDER, EAGLE_FOLDER, MTP_FOLDER
+from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
@@ -54,7 +54,7 @@ def demo() -> tuple[Engine, Any]:
     """The demo without measured costs: it always drafts as much as it can, and nothing is timed or cached."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
-        return load("demo")
+        return load("demo", "dflash2")
 
 
 def chat(tokenizer: Any, prompt: str) -> list[int]:
@@ -84,7 +84,7 @@ def test_the_drafter_is_small_and_fits(demo: tuple[Engine, Any]) -> None:
     assert engine.drafter is not None
     assert engine.drafter.max_draft == 7
     assert max(engine.drafter.taps) < engine.target.num_layers
-    assert sum(file.stat().st_size for file in DRAFTER_FOLDER.iterdir()) < 16e6
+    assert sum(file.stat().st_size for file in DRAFTERS["dflash2"].iterdir()) < 16e6
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
@@ -118,7 +118,7 @@ def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt
     assert_same(demo, prompt, max_tokens=64, **SAMPLED, **PENALTIES)
 
 
-@pytest.mark.parametrize("folder", [MTP_FOLDER, EAGLE_FOLDER], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [DRAFTERS["mtp"], DRAFTERS["eagle"]], ids=lambda folder: folder.name)
 def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound to wrong hidden states, or wired wrongly, a head would have hardly more than 1.0."""
     monkeypatch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
@@ -139,7 +139,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("drafter") / "plain"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["quantize_drafter", str(DRAFTER_FOLDER), str(folder), "--dequantize"])
+        patch.setattr(sys, "argv", ["quantize_drafter", str(DRAFTERS["dflash2"]), str(folder), "--dequantize"])
         quantize_drafter.main()
     config = json.loads((folder / "config.json").read_text())
     assert "quantization" not in config

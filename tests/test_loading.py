@@ -12,7 +12,6 @@ from tiny_drafters import dflash2_config, random_tensors
 from tiny_folders import TOKENS, write_dflash2, write_model
 
 from mlx_spec import generate, load, models
-from mlx_spec.demo import DRAFTER_FOLDER
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, UnsupportedModel
 from mlx_spec.target.families import FAMILIES
@@ -85,7 +84,7 @@ def test_a_drafter_folder_comes_with_measured_costs(
 @pytest.mark.parametrize(
     "model, drafter, expected",
     [
-        ("demo", "auto", str(DRAFTER_FOLDER)),
+        ("demo", "dflash2", "dflash2"),
         ("owner/name", "auto", None),
         ("demo", None, None),
         ("demo", "owner/name", "owner/name"),
@@ -94,6 +93,14 @@ def test_a_drafter_folder_comes_with_measured_costs(
 )
 def test_which_drafter_a_model_gets(model: str, drafter: str | None, expected: str | None) -> None:
     assert models.drafter_name(model, drafter) == expected
+
+
+@pytest.mark.parametrize("is_cpu, expected", [(True, "eagle"), (False, "dflash2")])
+def test_the_demo_drafts_with_what_is_fastest(
+    is_cpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "on_cpu", lambda: is_cpu)
+    assert models.drafter_name("demo", "auto") == expected
 
 
 def test_the_home_folder_may_be_a_tilde(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,8 @@ def test_a_model_without_a_head_of_its_own(
     model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DrafterMismatch, match="comes with no EAGLE head: give --drafter the folder or repo"):
-        load(str(model), "eagle")
+    for name, kind in (("eagle", "EAGLE head"), ("dflash2", "DFlash 2 drafter")):
+        with pytest.raises(DrafterMismatch, match=f"comes with no {kind}: give --drafter the folder or repo"):
+            load(str(model), name)
     shutil.copytree(head, tmp_path / "eagle")
     assert drafter_of(load(str(model), "eagle")[0]).name == "eagle"

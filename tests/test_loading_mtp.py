@@ -69,7 +69,7 @@ def test_a_model_without_a_head(model: Path) -> None:
 
 def test_the_demo_names_its_own_head(monkeypatch: pytest.MonkeyPatch, model: Path, sidecar: Path) -> None:
     monkeypatch.setattr(models, "demo_model_folder", lambda progress: model)
-    monkeypatch.setattr(models, "MTP_FOLDER", sidecar)
+    monkeypatch.setitem(models.DRAFTERS, "mtp", sidecar)
     assert drafter_of(load("demo", "mtp")[0]).max_draft == 7
 
 

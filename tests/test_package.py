@@ -77,8 +77,8 @@ def test_the_installed_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True, timeout=120)
     code = (
-        "import json, metal_kernels, mlx_spec; from mlx_spec.demo import DRAFTER_FOLDER;"
-        "print(json.dumps([metal_kernels.__file__, mlx_spec.__file__, str(DRAFTER_FOLDER), repr(mlx_spec.load)]))"
+        "import json, metal_kernels, mlx_spec; from mlx_spec.demo import DRAFTERS; folder = DRAFTERS['dflash2'];"
+        "print(json.dumps([metal_kernels.__file__, mlx_spec.__file__, str(folder), repr(mlx_spec.load)]))"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

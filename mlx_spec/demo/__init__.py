@@ -2,6 +2,4 @@
 
 from pathlib import Path
 
-DRAFTER_FOLDER = Path(__file__).parent / "dflash2"
-MTP_FOLDER = Path(__file__).parent / "mtp"
-EAGLE_FOLDER = Path(__file__).parent / "eagle"
+DRAFTERS = {name: Path(__file__).parent / name for name in ("dflash2", "mtp", "eagle")}
