@@ -12,11 +12,27 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from metal_kernels import accept_rows, argmax_rows, ints
+from metal_kernels import accept_rows, ints
 from mlx_spec import noise
 from mlx_spec.drafters.base import Proposal
 from mlx_spec.sampling import Sampling
 from mlx_spec.tree import Tree
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a pass says of an anchor and the k drafts behind it.
+
+    scores: [k + 1, V], the target's. position: of the anchor. choices: int32 [k + 1], the largest entries of
+    ``AcceptRule.noisy``, or None where that is. flags: what else the host is to read, each true or false. finite:
+    bool [k + 1], one flag more, to which only the rows that stand count.
+    """
+
+    scores: mx.array
+    position: int
+    choices: mx.array | None
+    flags: Sequence[mx.array] = ()
+    finite: mx.array | None = None
 
 
 class AcceptRule(Protocol):
@@ -37,20 +53,8 @@ class AcceptRule(Protocol):
         """
         ...
 
-    def accept(
-        self,
-        proposal: Proposal,
-        scores: mx.array,
-        position: int,
-        flags: Sequence[mx.array] = (),
-        of_rows: mx.array | None = None,
-        choices: mx.array | None = None,
-    ) -> mx.array:
-        """Judge k drafts by the target's scores [k + 1, V]; the anchor stands at ``position``.
-
-        of_rows: bool [k + 1], one flag more, to which only the rows that stand count. choices: int32 [k + 1], the
-        largest entries of ``noisy``, where they are known already.
-        """
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+        """Judge the drafts by what the target says."""
         ...
 
 
@@ -79,17 +83,9 @@ class Greedy:
         """Return the scores: there is no noise."""
         return scores
 
-    def accept(
-        self,
-        proposal: Proposal,
-        scores: mx.array,
-        position: int,
-        flags: Sequence[mx.array] = (),
-        of_rows: mx.array | None = None,
-        choices: mx.array | None = None,
-    ) -> mx.array:
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
         """Accept what equals the target's argmax."""
-        return equal_drafts(proposal, argmax_rows(scores)[0] if choices is None else choices, flags, of_rows)
+        return equal_drafts(proposal, verified)
 
 
 class Coupled:
@@ -117,19 +113,9 @@ class Coupled:
         self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
         return scores + mx.stack([self._noise(position + 1 + depth) for depth in depths])
 
-    def accept(
-        self,
-        proposal: Proposal,
-        scores: mx.array,
-        position: int,
-        flags: Sequence[mx.array] = (),
-        of_rows: mx.array | None = None,
-        choices: mx.array | None = None,
-    ) -> mx.array:
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
         """Accept what equals the target's own draw."""
-        if choices is None:
-            choices = argmax_rows(self.noisy(scores, position, proposal.tree.depths))[0]
-        return equal_drafts(proposal, choices, flags, of_rows)
+        return equal_drafts(proposal, verified)
 
     def _noise(self, position: int) -> mx.array:
         if position not in self._drawn:
@@ -162,23 +148,15 @@ class Rejection:
         """Return nothing: what is said depends on what was drafted."""
         return None
 
-    def accept(
-        self,
-        proposal: Proposal,
-        scores: mx.array,
-        position: int,
-        flags: Sequence[mx.array] = (),
-        of_rows: mx.array | None = None,
-        choices: mx.array | None = None,
-    ) -> mx.array:
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
         """Accept each draft with min(1, p / q); behind the last one draw from what q did not cover."""
-        tree, p = proposal.tree, mx.softmax(scores, axis=-1)
+        tree, position, p = proposal.tree, verified.position, mx.softmax(verified.scores, axis=-1)
         if proposal.probabilities is None:
             last, left = mx.array(0, dtype=mx.int32), p[0]
         else:
             last, left = self._walk(proposal, tree, p, position)
         drawn = mx.log(left) + noise.gumbel(self.seed, position, noise.RESIDUAL, left.size)
-        return outcome(tree, proposal.tokens, last, mx.argmax(drawn), flags, of_rows)
+        return outcome(proposal, last, mx.argmax(drawn), verified)
 
     def _walk(self, proposal: Proposal, tree: Tree, p: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Return the last row that stands, and the distribution [V] of the token behind it.
@@ -219,28 +197,24 @@ class Rejection:
         return mx.random.uniform(key=noise.key(self.seed, position, noise.ACCEPT + turn))
 
 
-def equal_drafts(
-    proposal: Proposal, choices: mx.array, flags: Sequence[mx.array], of_rows: mx.array | None
-) -> mx.array:
-    """Accept the drafts that equal the ``choices`` [k + 1] of the rows that they stand behind."""
+def equal_drafts(proposal: Proposal, verified: Verified) -> mx.array:
+    """Accept the drafts that equal the choices of the rows that they stand behind."""
+    choices = verified.choices
+    assert choices is not None
     if proposal.parents is None:
-        return accept_rows(proposal.tokens, choices, flags, of_rows)
+        return accept_rows(proposal.tokens, choices, verified.flags, verified.finite)
     tree = proposal.tree
     last = tree.stands(proposal.tokens == choices[ints(*tree.parents)])
-    return outcome(tree, proposal.tokens, last, choices[last], flags, of_rows)
+    return outcome(proposal, last, choices[last], verified)
 
 
-def outcome(
-    tree: Tree,
-    drafts: mx.array,
-    last: mx.array,
-    following: mx.array,
-    flags: Sequence[mx.array],
-    of_rows: mx.array | None,
-) -> mx.array:
+def outcome(proposal: Proposal, last: mx.array, following: mx.array, verified: Verified) -> mx.array:
     """Lay out what ``accept`` returns; ``last`` and ``following`` are scalars."""
-    good = [mx.all(flag) for flag in flags] + ([] if of_rows is None else [tree.on_path(last, of_rows)])
-    return mx.concatenate([drafts, mx.stack([value.astype(mx.int32) for value in (last, following, *good)])])
+    good = [mx.all(flag) for flag in verified.flags]
+    if verified.finite is not None:
+        good.append(proposal.tree.on_path(last, verified.finite))
+    told = mx.stack([value.astype(mx.int32) for value in (last, following, *good)])
+    return mx.concatenate([proposal.tokens, told])
 
 
 def normalised(weights: mx.array, otherwise: mx.array) -> mx.array:

@@ -7,6 +7,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from metal_kernels import argmax_rows
+from mlx_spec.accept import Verified
 from mlx_spec.lane import Lane
 from mlx_spec.logprobs import RowLogprobs
 from mlx_spec.tree import Tree
@@ -89,7 +90,8 @@ def decide(lane: Lane, judged: Judged, answering: bool) -> None:
     """Accept what stands of a lane's drafts."""
     request, rule = lane.generation.request, lane.generation.rule
     flags = list(lane.proposal.finite.values())
-    lane.outcome = rule.accept(lane.proposal, judged.scores, lane.count - 1, flags, judged.finite, judged.choices)
+    verified = Verified(judged.scores, lane.count - 1, judged.choices, flags, judged.finite)
+    lane.outcome = rule.accept(lane.proposal, verified)
     if answering:
         lane.answers = mx.argmax(judged.processed, axis=-1).astype(mx.int32)
     if answering or request.logprobs or request.top_logprobs:

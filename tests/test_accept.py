@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from verified import accept
 
 from mlx_spec import noise
 from mlx_spec.accept import AcceptRule, Coupled, Greedy, Rejection, rule_for
@@ -39,7 +40,7 @@ def judge(rule: AcceptRule, proposal: Proposal, scores: mx.array, position: int)
     """Let a rule accept, with two flags, and take its packed answer apart."""
     k = proposal.tokens.size
     flags = [mx.array([True, True]), mx.array([True, False])]
-    outcome = rule.accept(proposal, scores, position, flags)
+    outcome = accept(rule, proposal, scores, position, flags)
     assert (outcome.shape, outcome.dtype) == ((k + 4,), mx.int32)
     return Judged(outcome[k], outcome[k + 1])
 
@@ -85,7 +86,7 @@ def test_the_chi_square_probability_equals_tabled_values() -> None:
 def test_the_answer_holds_drafts_and_flags_too(rule: AcceptRule) -> None:
     proposal = Proposal(mx.array([7, 3], dtype=mx.int32), nothing(2).candidates)
     flags = [mx.array(True), mx.array([True, False]), mx.array([True, True])]
-    outcome = rule.accept(proposal, TARGET[:3], POSITION, flags).tolist()
+    outcome = accept(rule, proposal, TARGET[:3], POSITION, flags).tolist()
     assert outcome[:2] == [7, 3]
     assert outcome[4:] == [1, 0, 1]
 

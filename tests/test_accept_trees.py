@@ -19,6 +19,7 @@ from test_accept import (
     nothing,
     score_table,
 )
+from verified import accept
 
 import mlx_spec.accept
 from mlx_spec import noise
@@ -52,11 +53,11 @@ def first_two(
     proposal = with_leaves(chain, leaves, rule.rank, POSITION + 1)
     tree, k = proposal.tree, proposal.tokens.size
     assert k == len(leaves) + sum(leaves)
-    outcome = rule.accept(proposal, table[mx.concatenate([mx.array([ANCHOR]), proposal.tokens])], POSITION)
+    outcome = accept(rule, proposal, table[mx.concatenate([mx.array([ANCHOR]), proposal.tokens])], POSITION)
     last = outcome[k]
     said = tree.said(last, proposal.tokens, outcome[k + 1])
     second_row = mx.array([path[1] if len(path) > 1 else 0 for path in tree.paths])[last]
-    plain = rule.accept(nothing(), table[said[:1]], POSITION + 1)[1]
+    plain = accept(rule, nothing(), table[said[:1]], POSITION + 1)[1]
     return said[0], mx.where(last > 0, said[second_row], plain), last
 
 

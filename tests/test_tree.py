@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
+from verified import accept
 
 from mlx_spec import noise
 from mlx_spec.accept import AcceptRule, Coupled, Greedy, Rejection
@@ -101,7 +102,7 @@ def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int,
         choices = [int(mx.argmax(scores[row] + drawn[depth]).item()) for row, depth in enumerate(tree.depths)]
     expected = walk(parents, drafts.tolist(), choices)
     proposal = Proposal(mx.array(drafts, dtype=mx.int32), mx.zeros((count, 1)), parents=parents)
-    outcome = rule.accept(proposal, scores, POSITION, [mx.array([True, False])], mx.array(finite))
+    outcome = accept(rule, proposal, scores, POSITION, [mx.array([True, False])], mx.array(finite))
     values = outcome.tolist()
     assert outcome.dtype == mx.int32 and values[:count] == drafts.tolist()
     path = tree.paths[values[count]]
