@@ -5,9 +5,10 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from dataclasses import fields
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from mlx_spec.policy import Costs
 from mlx_spec.target import Sequence, Target
 
 CONTEXT = 64
+# Sequences of a draft pass that is compared with that of one.
+TOGETHER = 4
 
 
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
@@ -34,7 +37,7 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs
     costs = from_json(known.get(key))
     if costs is None:
         costs = measure(target, drafter)
-        known[key] = {"verify": as_json(costs.verify), "draft": as_json(costs.draft)}
+        known[key] = as_json(costs)
         write_costs(path, known)
     return costs
 
@@ -63,41 +66,46 @@ def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any
     target.commit(sequence, rows)
     drafter.extend([(states[0], Committed(0, tokens[:before], rows.taps[:before]))])
 
-    def propose(state: Any, count: int) -> list[mx.array]:
-        ask = Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
-        return [proposal.tokens for proposal in drafter.propose([ask])]
+    def propose(drafting: list[Any], count: int) -> list[mx.array]:
+        asks = [Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)) for state in drafting]
+        return [proposal.tokens for proposal in drafter.propose(asks)]
 
     # What waits of the context is taken in before the first draft, and not again.
-    mx.eval(sequence.arrays, rows.taps, propose(states[0], 1))
+    mx.eval(sequence.arrays, rows.taps, propose(states, 1))
 
     def verify(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, tokens[:count])], drafter.taps)
         return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
-    def draft(count: int) -> list[mx.array]:
-        states.append(states[0].fork())
+    def draft(count: int, sequences: int = 1) -> list[mx.array]:
+        forks = [states[0].fork() for _ in range(sequences)]
+        states.extend(forks)
         round_before = slice(before, before + 1 + count // 2)
-        drafter.extend([(states[-1], Committed(before, tokens[round_before], rows.taps[round_before]))])
-        return propose(states[-1], count)
+        committed = Committed(before, tokens[round_before], rows.taps[round_before])
+        drafter.extend([(fork, committed) for fork in forks])
+        return propose(forks, count)
 
+    alone = {n: time_ms(draft, n) for n in sorted({1, most})}
+    together = {n: time_ms(partial(draft, sequences=TOGETHER), n) for n in alone}
     return Costs(
         {n: time_ms(verify, n) for n in sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS})},
-        {n: time_ms(draft, n) for n in sorted({1, most})},
+        alone,
+        {n: round(max(0.0, together[n] - alone[n]) / (TOGETHER - 1), 3) for n in alone},
     )
 
 
-def as_json(curve: Mapping[int, float]) -> dict[str, float]:
-    """Return a curve with the keys that JSON has."""
-    return {str(count): ms for count, ms in curve.items()}
+def as_json(costs: Costs) -> dict[str, dict[str, float]]:
+    """Return the curves with the keys that JSON has."""
+    return {name: {str(count): ms for count, ms in curve.items()} for name, curve in vars(costs).items()}
 
 
 def from_json(entry: Any) -> Costs | None:
     """Return the costs of a cache entry, or None when it is missing or damaged."""
     try:
-        verify, draft = ({int(n): float(ms) for n, ms in entry[part].items()} for part in ("verify", "draft"))
+        curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return Costs(verify, draft) if verify and draft else None
+    return Costs(*curves) if all(curves) else None
 
 
 def time_ms(run: Callable[[int], list[mx.array]], count: int) -> float:

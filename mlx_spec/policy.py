@@ -131,19 +131,24 @@ class Adaptive:
 class Costs:
     """Milliseconds on this machine: ``verify[r]`` of a pass over r rows, ``draft[k]`` of drafting k tokens.
 
+    draft_more[k]: what each further sequence adds to a draft of k tokens; nothing where it is not known.
     Between and beyond the measured counts the nearest two are carried on in a straight line.
     """
 
     verify: Mapping[int, float]
     draft: Mapping[int, float]
+    draft_more: Mapping[int, float] = field(default_factory=dict)
 
     def verify_ms(self, rows: int) -> float:
         """Return the cost of a verify pass."""
         return interpolate(self.verify, rows)
 
-    def draft_ms(self, count: int) -> float:
-        """Return the cost of a draft pass; drafting nothing is free."""
-        return interpolate(self.draft, count) if count else 0.0
+    def draft_ms(self, count: int, sequences: int = 1) -> float:
+        """Return the cost of a draft pass of so many sequences; drafting nothing is free."""
+        if not count:
+            return 0.0
+        more = interpolate(self.draft_more, count) if self.draft_more else 0.0
+        return interpolate(self.draft, count) + (sequences - 1) * more
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:

@@ -29,8 +29,9 @@ def share_rows(offers: Sequence[Offer], most: Sequence[int], rows: int, costs: C
     def ms_per_token(count: int) -> float:
         assert costs is not None
         tokens = sequences + sum(chance for chance, _ in asked + further[:count])
-        # One draft pass serves all, and its cost is above all that of reading the drafter.
-        drafting = costs.draft_ms(max(depths(count)))
+        # One draft pass serves all, as deep as the deepest of them.
+        drafted = [depth for depth in depths(count) if depth]
+        drafting = costs.draft_ms(max(drafted, default=0), len(drafted))
         return (drafting + costs.verify_ms(sequences + len(asked) + count)) / tokens
 
     return depths(len(further) if costs is None else min(range(len(further) + 1), key=ms_per_token))

@@ -17,7 +17,7 @@ from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.policy import Costs
 from mlx_spec.target import Target
 
-FAKE = Costs({1: 1.5, 8: 2.5}, {1: 0.5, 7: 0.75})
+FAKE = Costs({1: 1.5, 8: 2.5}, {1: 0.5, 7: 0.75}, {1: 0.0, 7: 0.25})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_measuring_covers_one_row_and_the_whole_block(target: Target, drafter: DFlash2Drafter) -> None:
     costs = measure(target, drafter)
     assert {1, 8, 16} <= costs.verify.keys() <= {*range(1, 9), 16}
-    assert set(costs.draft) == {1, 7}
+    assert set(costs.draft) == set(costs.draft_more) == {1, 7}
+    assert all(ms >= 0 for ms in costs.draft_more.values())
     assert all(ms > 0 for ms in (*costs.verify.values(), *costs.draft.values()))
     assert target.pool.pages_in_use == 0
 
@@ -65,7 +66,7 @@ def test_a_draft_comes_with_the_rows_that_a_round_commits(
 ) -> None:
     written = written_rows(drafter, monkeypatch)
     measure(target, drafter)
-    assert written == [23, 1, 1, 4, 4]
+    assert written == [23, 1, 1, 4, 4, 4, 4, 16, 16]
 
 
 def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
@@ -131,9 +132,13 @@ def test_the_key_names_drafter_depth_target_and_quantisation(target: Target, dra
         lambda text, key: "\x00\xff",
         lambda text, key: json.dumps({key: 5}),
         lambda text, key: json.dumps({key: {"verify": {"1": 2.0}}}),
-        lambda text, key: json.dumps({key: {"verify": {}, "draft": {}}}),
-        lambda text, key: json.dumps({key: {"verify": {"one": 2.0}, "draft": {"1": 1.0}}}),
-        lambda text, key: json.dumps({key: {"verify": {"1": None}, "draft": {"1": 1.0}}}),
+        lambda text, key: json.dumps({key: {"verify": {}, "draft": {}, "draft_more": {}}}),
+        lambda text, key: json.dumps(
+            {key: {"verify": {"one": 2.0}, "draft": {"1": 1.0}, "draft_more": {"1": 0.0}}}
+        ),
+        lambda text, key: json.dumps(
+            {key: {"verify": {"1": None}, "draft": {"1": 1.0}, "draft_more": {"1": 0.0}}}
+        ),
     ],
     ids=[
         "empty",

@@ -63,6 +63,13 @@ def test_where_every_row_costs_as_much_as_the_first_nothing_is_drafted() -> None
     assert share_rows([Offer((0.9, 0.8), True)] * 4, [7] * 4, 16, dear) == [0] * 4
 
 
+def test_what_further_sequences_add_to_a_draft_keeps_some_of_them_out() -> None:
+    offers = [Offer((0.9, 0.8), True), Offer((0.5, 0.3), True), Offer((0.5, 0.3), True)]
+    flat = {1: 10.0, 16: 10.0}
+    assert share_rows(offers, [7] * 3, 16, Costs(flat, {1: 1.0, 7: 1.0})) == [2, 2, 2]
+    assert share_rows(offers, [7] * 3, 16, Costs(flat, {1: 1.0, 7: 1.0}, {1: 9.0, 7: 9.0})) == [2, 0, 0]
+
+
 def test_a_policy_that_got_no_rows_for_long_asks_for_some() -> None:
     policy = CostAware(COSTS, 7)
     assert policy.offer().optional

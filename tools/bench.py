@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlx_spec.costs import as_json
 from mlx_spec.engine import Engine
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.generate import draft_tokens
@@ -188,7 +189,7 @@ def main() -> int:
         "dtype": str(engine.target.dtype),
         "exact": engine.exactness.holds,
         "seconds": round(time.perf_counter() - started, 1),
-        "costs": None if engine.costs is None else {"verify": engine.costs.verify, "draft": engine.costs.draft},
+        "costs": None if engine.costs is None else as_json(engine.costs),
         "arguments": {name: str(value) for name, value in vars(args).items()},
     }
     print(json.dumps({**about, **result}))

@@ -19,6 +19,7 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 from metal_kernels.implementations import implementation
+from mlx_spec.costs import as_json
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.generate import draft_tokens
@@ -236,7 +237,7 @@ def main() -> int:
         "temp": args.temp,
         "exact": engine.exactness.holds,
         "page_mb": round(page_mb, 3),
-        "costs": None if engine.costs is None else {"verify": engine.costs.verify, "draft": engine.costs.draft},
+        "costs": None if engine.costs is None else as_json(engine.costs),
     }
     if args.json:
         print(json.dumps({**about, **result}))
