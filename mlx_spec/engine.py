@@ -212,8 +212,9 @@ class Engine:
         drafting = [(lane, depth) for (lane, _), depth in zip(running, depths, strict=True) if depth]
         if self.drafter is not None and drafting:
             proposals = self.drafter.propose([lane.ask(depth) for lane, depth in drafting])
-            for (lane, _), proposal in zip(drafting, proposals, strict=True):
-                lane.proposal = proposal
+            for (lane, depth), proposal in zip(drafting, proposals, strict=True):
+                with lane.keeping_errors():
+                    lane.take(proposal, running[0][1] if len(running) == 1 else depth + 1)
             if len(running) == 1:
                 self._branch(running[0][0])
 

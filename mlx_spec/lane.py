@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.base import Ask, Proposal
-from mlx_spec.errors import NonFiniteError
+from mlx_spec.errors import NonFiniteError, RequestError
 from mlx_spec.logprobs import RowLogprobs
 from mlx_spec.request import Generation, Round
 from mlx_spec.statistics import Statistics
@@ -76,6 +76,15 @@ class Lane:
         """Return the lane's wish for ``count`` drafts."""
         generation = self.generation
         return Ask(generation.drafting, generation.tokens[-1], count, generation.rule.choose)
+
+    def take(self, proposal: Proposal, rows: int) -> None:
+        """Take what was drafted. Raises RequestError where anchor and drafts are more than ``rows``."""
+        if proposal.tree.rows > rows:
+            raise RequestError(
+                f"The drafter proposed {proposal.tree.rows - 1} tokens, but beside the anchor this pass has "
+                f"{rows - 1} rows for them."
+            )
+        self.proposal = proposal
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Request
+from mlx_spec.errors import RequestError
 from mlx_spec.row_check import RowCheck
 from mlx_spec.sampling import Sampling
 from mlx_spec.target import Target
@@ -277,3 +278,19 @@ def test_a_drafters_own_tree_changes_no_token(sampler: str) -> None:
     assert done.text == expected.text
     check_counters(done)
     assert done.statistics.leaves >= 8 and done.statistics.accepted_leaves > 0
+
+
+def test_a_tree_of_more_rows_than_a_pass_has_is_refused_and_nothing_is_lost() -> None:
+    target, expected = target_of("llama_sliding"), plain_text("llama_sliding", "greedy")
+    drafter = Thicket(target, expected.text, SCRIPTS["always right"], taps=(2,))
+    engine = Engine(target, drafter)
+    generation = engine.start(replace(request_of("greedy", (3, 0)), num_leaves=None))
+    drafter.parents = (0, 1, 2, *(0,) * 13)
+    with pytest.raises(RequestError, match="proposed 16 tokens, but beside the anchor this pass has 15 rows"):
+        engine.step(generation)
+    assert generation.tokens == list(generation.request.prompt)
+    del drafter.parents
+    while generation.finish_reason is None:
+        engine.step(generation)
+    assert generation.tokens == expected.text
+    engine.close(generation)
