@@ -1,7 +1,7 @@
 """Measured costs: what is measured, and the file that keeps them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
 import mlx_spec.costs
-from mlx_spec.costs import cost_key, measure, measured_costs
+from mlx_spec.costs import RUNS, cost_key, fastest, measure, measured_costs
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
 from mlx_spec.policy import Costs
 from mlx_spec.target import Target
@@ -66,7 +66,21 @@ def test_a_draft_comes_with_the_rows_that_a_round_commits(
 ) -> None:
     written = written_rows(drafter, monkeypatch)
     measure(target, drafter)
-    assert written == [23, 1, 1, 4, 4, 4, 4, 16, 16]
+    assert written == [23, *[1, 4, 4, 16] * RUNS]
+
+
+def test_a_moment_in_which_the_machine_is_busy_spoils_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turn = [0.0], [0]
+
+    def passing(ms: float) -> list[mx.array]:
+        turn[0] += 1
+        # Busy from the third to the fifth of nine runs.
+        clock[0] += (ms + (100.0 if 3 <= turn[0] <= 5 else 0.0)) / 1e3
+        return []
+
+    monkeypatch.setattr(mlx_spec.costs.time, "perf_counter", lambda: clock[0])
+    found = fastest({ms: lambda ms=ms: passing(ms) for ms in (1.0, 2.0, 3.0)})
+    assert found == {ms: pytest.approx(ms) for ms in (1.0, 2.0, 3.0)}
 
 
 def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
@@ -78,10 +92,10 @@ def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
 def test_pages_come_back_when_measuring_fails(
     target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(run: Callable[[int], list[mx.array]], count: int) -> float:
+    def fail(passes: Mapping[Any, Callable[[], list[mx.array]]]) -> dict[Any, float]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mlx_spec.costs, "time_ms", fail)
+    monkeypatch.setattr(mlx_spec.costs, "fastest", fail)
     with pytest.raises(KeyboardInterrupt):
         measure(target, drafter)
     assert target.pool.pages_in_use == 0
