@@ -36,7 +36,7 @@ Name = TypeVar("Name")
 
 
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
-    """Return the costs from the cache, or measure them (a second or two) and cache them."""
+    """Return the costs from the cache, or measure them (a second or two, on a CPU ten) and cache them."""
     path = cache_folder() / "costs.json"
     key, known = cost_key(target, drafter, drafter_name), read_costs(path)
     costs = from_json(known.get(key))
