@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from tqdm import tqdm
 
 import metal_kernels
 import mlx_spec.target
@@ -35,19 +36,19 @@ RUNS = 3
 Name = TypeVar("Name")
 
 
-def measured_costs(target: Target, drafter: Drafter, drafter_name: str) -> Costs:
+def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
     """Return the costs from the cache, or measure them (a second or two, on a CPU ten) and cache them."""
     path = cache_folder() / "costs.json"
     key, known = cost_key(target, drafter, drafter_name), read_costs(path)
     costs = from_json(known.get(key))
     if costs is None:
-        costs = measure(target, drafter)
+        costs = measure(target, drafter, progress)
         known[key] = as_json(costs)
         write_costs(path, known)
     return costs
 
 
-def measure(target: Target, drafter: Drafter) -> Costs:
+def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
     """Time passes of several sizes behind a short context.
 
     A draft comes with showing the drafter what the round before committed, half of as many drafts. A pass over
@@ -55,14 +56,14 @@ def measure(target: Target, drafter: Drafter) -> Costs:
     """
     sequence, states = target.open(), [drafter.open()]
     try:
-        return timed(target, drafter, sequence, states)
+        return timed(target, drafter, sequence, states, progress)
     finally:
         sequence.free()
         for state in states:
             state.free()
 
 
-def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any]) -> Costs:
+def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any], progress: bool) -> Costs:
     """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks join."""
     most = drafter.max_draft
     tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
@@ -94,22 +95,22 @@ def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any
     passes = {("verify", n): partial(verify, n) for n in counts}
     passes |= {("draft", n): partial(draft, n, 1) for n in drafts}
     passes |= {("together", n): partial(draft, n, TOGETHER) for n in drafts}
-    ms = fastest(passes)
+    ms = fastest(passes, progress)
     more = {n: max(0.0, ms["together", n] - ms["draft", n]) / (TOGETHER - 1) for n in drafts}
     return Costs({n: ms["verify", n] for n in counts}, {n: ms["draft", n] for n in drafts}, more)
 
 
-def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]]) -> dict[Name, float]:
+def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]], progress: bool = False) -> dict[Name, float]:
     """Return the milliseconds of the fastest run of each pass, building the graph included.
 
     They are run in turns, so that what else the machine does for a moment spoils one run of a pass and not all.
     """
     best = dict.fromkeys(passes, math.inf)
-    for _ in range(RUNS):
-        for name, run in passes.items():
-            started = time.perf_counter()
-            mx.eval(run())
-            best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
+    turns = tqdm([*passes] * RUNS, "Timing passes, once", leave=False, disable=not progress)
+    for name in turns:
+        started = time.perf_counter()
+        mx.eval(passes[name]())
+        best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
     return best
 
 

@@ -87,19 +87,20 @@ def load(
     name = drafter_name(model, drafter)
     if drafter == "auto" and name is None and ships_head(folder, config, model):
         name = MTP
-    bound, label = None, ""
+    bound, label, shipped = None, "", None
     if name is not None:
-        place = DRAFTERS.get(name) if model == DEMO else folder if name == MTP else None
+        shipped = DRAFTERS.get(name) if model == DEMO else None
+        place = shipped or (folder if name == MTP else None)
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         options: dict[str, Any] = {"draft_ids": ids, "draft_bits": draft_bits}
         bound = load_drafter(name, target, progress, place=place, model_config=config, **options)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     with using(kernels):
-        costs = None if bound is None else measured_costs(target, bound, label)
+        costs = None if bound is None else measured_costs(target, bound, label, progress)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
         exactness = checked_exactness(target, most_rows) if exact else OFF
-        if isinstance(bound, ChainDrafter):
+        if isinstance(bound, ChainDrafter) and not shipped:
             check_wiring(target, bound, tokenizer, label)
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 

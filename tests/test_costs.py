@@ -44,7 +44,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for measuring; one entry for each measurement."""
     calls: list[Any] = []
 
-    def measure_instead(target: Target, drafter: DFlash2Drafter) -> Costs:
+    def measure_instead(target: Target, drafter: DFlash2Drafter, progress: bool) -> Costs:
         calls.append((target, drafter))
         return FAKE
 
@@ -92,7 +92,7 @@ def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
 def test_pages_come_back_when_measuring_fails(
     target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(passes: Mapping[Any, Callable[[], list[mx.array]]]) -> dict[Any, float]:
+    def fail(passes: Mapping[Any, Callable[[], list[mx.array]]], progress: bool) -> dict[Any, float]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mlx_spec.costs, "fastest", fail)

@@ -122,7 +122,7 @@ def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt
 def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound to wrong hidden states, or wired wrongly, a head would have hardly more than 1.0."""
     monkeypatch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
-    monkeypatch.setattr("mlx_spec.models.check_wiring", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.models.check_wiring", lambda *_: pytest.fail("checked what ships"))
     demo = load("demo", folder.name)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
     drafted, plain = both_lanes(demo, PROMPTS[6], max_tokens=24, num_draft_tokens=3)
