@@ -80,6 +80,14 @@ def selector_scores(
     return unary.astype(mx.float32) + mx.sum(pairs, axis=-1)
 
 
+def drafted_places(
+    config: DFlash2Config, tokens: mx.array, lengths: mx.array, anchors: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return where the drafts behind anchors [N, A] stand, within the batch, and which exist: [N, A, B - 1]."""
+    at = anchors[..., None] + mx.arange(1, config.block_size)
+    return mx.minimum(at, tokens.shape[1] - 1), at < lengths[:, None, None]
+
+
 def loss(
     model: DraftModel,
     config: DFlash2Config,
@@ -97,10 +105,8 @@ def loss(
     The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
     vocabulary. Every wrong draft lowers the weight of the rows behind it.
     """
-    steps = mx.arange(1, config.block_size)
-    at = anchors[..., None] + steps
-    exists = (at < lengths[:, None, None]) & (steps < rows[..., None])
-    at = mx.minimum(at, tokens.shape[1] - 1)
+    at, exists = drafted_places(config, tokens, lengths, anchors)
+    exists = exists & (mx.arange(1, config.block_size) < rows[..., None])
     gold, before = gather_rows(tokens, at), gather_rows(tokens, at - 1)
     gold_index = frozen.draft_index[gold]
     counts = exists & (gold_index >= 0)
@@ -166,9 +172,8 @@ def drafts_standing(
     flat = hidden.reshape(-1, *hidden.shape[2:])
     first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     path = walk_blocks(model, config, frozen, flat, first)
-    at = anchors[..., None] + mx.arange(1, config.block_size)
-    exists = at < lengths[:, None, None]
-    gold = gather_rows(tokens, mx.minimum(at, tokens.shape[1] - 1))
+    at, exists = drafted_places(config, tokens, lengths, anchors)
+    gold = gather_rows(tokens, at)
     right = (path.reshape(gold.shape) == gold) & exists
     return mx.sum(mx.cumprod(right.astype(mx.int32), axis=-1), axis=-1)
 
