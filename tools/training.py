@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
 from metal_kernels.implementations import using
+from tools.muon import Muon
 from tools.quantize_drafter import add_packing_arguments, packing
 from tools.train_data import Batch, Replies, batches
 
@@ -162,7 +163,6 @@ def make_step(
         model.update(master)
         if group is not None:
             gradients = nn.average_gradients(gradients, group)
-        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
         optimizer.update(model, gradients)
         return value
 
@@ -184,7 +184,7 @@ def first_process() -> bool:
 
 def make_optimizer() -> optimizers.MultiOptimizer:
     """Return Muon for the matrices of the layers and AdamW for everything else."""
-    muon = optimizers.Muon(mx.array(0.0), weight_decay=0.0)
+    muon = Muon(mx.array(0.0))
     adamw = optimizers.AdamW(mx.array(0.0), betas=[0.9, 0.95], weight_decay=0.01)
     return optimizers.MultiOptimizer(
         [muon, adamw], [lambda path, w: path.endswith("proj.weight") or path == "fc.weight"]
