@@ -1,6 +1,7 @@
 """The grouped dynamic causal convolution of a DFlash2 block."""
 
 import math
+from collections.abc import Iterator
 
 import mlx.core as mx
 
@@ -42,8 +43,11 @@ def reference_dynamic_conv(
     x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None = None
 ) -> mx.array:
     """Do the same, without sides, in float32 with one rounding at the end."""
-    wide = [part.astype(mx.float32) for part in (x, base, dynamic)]
-    out = _convolve(*wide)
+    wide, base, dynamic = (part.astype(mx.float32) for part in (x, base, dynamic))
+    out = mx.zeros_like(wide)
+    for t, shifted in enumerate(_shifts(wide, base.shape[0])):
+        of_channels = mx.repeat(dynamic[..., t, :], x.shape[-1] // dynamic.shape[-1], axis=-1)
+        out = out + (base[t] + of_channels) * shifted
     return (out if residual is None else residual.astype(mx.float32) + out).astype(x.dtype)
 
 
@@ -68,17 +72,18 @@ def _check(x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | 
 
 def _convolve(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
     taps, groups = dynamic.shape[-2:]
-    grouped = x.reshape(*x.shape[:-1], groups, -1)
-    base = base.reshape(taps, groups, -1)
-    out = mx.zeros_like(grouped)
+    # A product gives each channel its group's share: its gradient is a product, too, not a sum of many short rows.
+    spread = mx.repeat(mx.eye(groups, dtype=x.dtype), x.shape[-1] // groups, axis=1)
+    out = mx.zeros_like(x)
+    for t, shifted in enumerate(_shifts(x, taps)):
+        out = out + base[t] * shifted + (dynamic[..., t, :] @ spread) * shifted
+    return out
+
+
+def _shifts(x: mx.array, taps: int) -> Iterator[mx.array]:
+    """Yield rows [..., B, H] moved by 0 .. taps - 1 places, with zeros before the first."""
     for t in range(min(taps, x.shape[-2])):
-        shifted = (
-            grouped
-            if t == 0
-            else mx.concatenate([mx.zeros_like(grouped[..., :t, :, :]), grouped[..., :-t, :, :]], axis=-3)
-        )
-        out = out + base[t] * shifted + dynamic[..., t, :, None] * shifted
-    return out.reshape(x.shape)
+        yield x if t == 0 else mx.concatenate([mx.zeros_like(x[..., :t, :]), x[..., :-t, :]], axis=-2)
 
 
 def _native(
