@@ -9,10 +9,10 @@ from mlx import nn
 
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
-from tools.teacher import AFTER_A_MISS, Frozen, gather_rows, soft_cross_entropy
+from tools.teacher import AFTER_A_MISS, Frozen, expected_head_rows, gather_rows, soft_cross_entropy
 
 # Tokens of a group in `best_tokens`.
-GROUP = 16
+GROUP = 32
 
 
 def block_hidden(
@@ -33,41 +33,59 @@ def block_hidden(
     ids[:, :, 0] = mx.take_along_axis(tokens, anchors, axis=1)
     x = frozen.embedding[ids].reshape(n * a, b, -1)
     context = model.context(taps)
-    # Context before the anchor, and the rows of the own block that exist.
+    # Committed positions before the anchor, then the rows of the own block that exist.
     past = mx.broadcast_to((mx.arange(size) < anchors[..., None])[:, :, None], (n, a, b, size))
-    own = mx.eye(a, dtype=mx.bool_)[None, :, None, :, None] & (mx.arange(b) < rows[..., None])[:, None, None]
-    own = mx.broadcast_to(own, (n, a, b, a, b)).reshape(n, a * b, a * b)
-    visible = mx.concatenate([past.reshape(n, a * b, size), own], axis=-1)[:, None]
+    own = mx.broadcast_to((mx.arange(b) < rows[..., None])[:, :, None], (n, a, b, b))
+    visible = mx.concatenate([past, own], axis=-1)[:, None, None]
 
     def attend(index: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         past_keys, past_values = model.layers[index].self_attn.keys_values(context)
-        past_keys = model.rotate(past_keys, 0)
-        keys = mx.concatenate([past_keys, keys.reshape(n, a * b, *keys.shape[2:])], axis=1)
-        values = mx.concatenate([past_values, values.reshape(n, a * b, *values.shape[2:])], axis=1)
-        out = mx.fast.scaled_dot_product_attention(
-            queries.reshape(n, a * b, *queries.shape[2:]).swapaxes(1, 2),
-            keys.swapaxes(1, 2),
-            values.swapaxes(1, 2),
-            scale=config.head_dim**-0.5,
-            mask=visible,
-        )
-        return out.swapaxes(1, 2).reshape(queries.shape)
+        past = model.rotate(past_keys, 0), past_values
+        return attend_blocks(queries.reshape(n, a, *queries.shape[1:]), past, (keys, values), visible)
 
     return model(x, anchors.reshape(-1), attend).reshape(n, a, b, -1)
+
+
+def attend_blocks(
+    queries: mx.array, past: tuple[mx.array, mx.array], own: tuple[mx.array, mx.array], visible: mx.array
+) -> mx.array:
+    """Attend from blocks of rows [N, A, B, heads, D] to the sequence and to the rows of the own block alone.
+
+    past: keys and values [N, S, kv heads, D] of the sequence, own: [N * A, B, kv heads, D] of the blocks,
+    visible: [N, 1, 1, A, B, S + B]. Returns [N * A, B, heads, D].
+    """
+    n, a, b, heads, dim = queries.shape
+    size, kv = past[0].shape[1:3]
+    # The queries that share a key make one matrix: against the sequence, and against their block.
+    grouped = (queries * dim**-0.5).reshape(n, a, b, kv, -1, dim)
+    to_past = grouped.transpose(0, 3, 4, 1, 2, 5).reshape(n, kv, -1, dim) @ past[0].transpose(0, 2, 3, 1)
+    to_own = grouped.transpose(0, 1, 3, 4, 2, 5).reshape(n * a, kv, -1, dim) @ own[0].transpose(0, 2, 3, 1)
+    to_own = to_own.reshape(n, a, kv, -1, b, b).transpose(0, 2, 3, 1, 4, 5)
+    scores = mx.concatenate([to_past.reshape(*to_own.shape[:-1], size), to_own], axis=-1)
+    weights = mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1, precise=True)
+    out = weights.reshape(n, kv, -1, size + b)[..., :size] @ past[1].swapaxes(1, 2)
+    out = out.reshape(n, kv, -1, a, b, dim).transpose(0, 3, 1, 2, 4, 5)
+    inside = weights[..., size:].transpose(0, 3, 1, 2, 4, 5).reshape(n * a, kv, -1, b)
+    out = out + (inside @ own[1].swapaxes(1, 2)).reshape(out.shape)
+    return out.transpose(0, 1, 4, 2, 3, 5).reshape(n * a, b, heads, dim)
 
 
 def best_tokens(logits: mx.array, k: int) -> mx.array:
     """Return the positions of the k largest logits [..., N], in any order: [..., k].
 
     The groups with the k largest maxima hold the k largest logits, and sorting few is faster than sorting all.
+    Group g has the positions g, g + N / GROUP, and so on: its maximum is taken element by element.
     """
     if logits.shape[-1] % GROUP or logits.shape[-1] < 2 * k * GROUP:
         return mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
-    groups = logits.reshape(*logits.shape[:-1], -1, GROUP)
-    best = mx.argpartition(-mx.max(groups, axis=-1), kth=k - 1, axis=-1)[..., :k]
-    inside = mx.take_along_axis(groups, best[..., None], axis=-2).flatten(-2)
+    width, largest = logits.shape[-1] // GROUP, logits
+    while largest.shape[-1] > width:
+        largest = mx.maximum(*mx.split(largest, 2, axis=-1))
+    best = mx.argpartition(-largest, kth=k - 1, axis=-1)[..., :k]
+    members = (mx.arange(GROUP)[:, None] * width + best[..., None, :]).flatten(-2)
+    inside = mx.take_along_axis(logits, members, axis=-1)
     found = mx.argpartition(-inside, kth=k - 1, axis=-1)[..., :k]
-    return mx.take_along_axis(best, found // GROUP, axis=-1) * GROUP + found % GROUP
+    return mx.take_along_axis(members, found, axis=-1)
 
 
 def selector_scores(
@@ -78,6 +96,16 @@ def selector_scores(
     edge = selector.predecessor_codebook(previous) * selector.hidden_projection(hidden)
     pairs = (selector.successor_codebook(ids) * edge[..., None, :]).astype(mx.float32)
     return unary.astype(mx.float32) + mx.sum(pairs, axis=-1)
+
+
+def log_normaliser(frozen: Frozen, hidden: mx.array, logits: mx.array) -> mx.array:
+    """Return the logsumexp [...] of what ``frozen`` scores of hidden states [..., H], given as logits [..., N].
+
+    Its gradient, the mean head row under the drafter's own distribution, needs no array of logits.
+    """
+    mean_logit = mx.sum(hidden.astype(mx.float32) * mx.stop_gradient(expected_head_rows(frozen, logits)), axis=-1)
+    value = mx.logsumexp(logits.astype(mx.float32), axis=-1)
+    return mean_logit + mx.stop_gradient(value - mean_logit)
 
 
 def drafted_places(
@@ -97,13 +125,14 @@ def loss(
     anchors: mx.array,
     rows: mx.array,
     final_hidden: mx.array,
+    expected: mx.array,
     taps: mx.array,
     hard: float,
 ) -> mx.array:
     """Loss of a batch: the unary logits and the selector, both against the teacher.
 
     The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
-    vocabulary. Every wrong draft lowers the weight of the rows behind it.
+    vocabulary. Every wrong draft lowers the weight of the rows behind it. expected: see ``expected_head_rows``.
     """
     at, exists = drafted_places(config, tokens, lengths, anchors)
     exists = exists & (mx.arange(1, config.block_size) < rows[..., None])
@@ -113,27 +142,27 @@ def loss(
     gold_index = mx.maximum(gold_index, 0)
 
     hidden = block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
-    logits = (hidden @ frozen.head.T).astype(mx.float32)
-    teacher = (gather_rows(final_hidden, at - 1) @ frozen.head.T).astype(mx.float32)
-    teacher = mx.softmax(teacher, axis=-1)
-    gold_logit = mx.take_along_axis(logits, gold_index[..., None], axis=-1)[..., 0]
-    total = mx.logsumexp(logits, axis=-1)
-    unary_loss = total - hard * gold_logit - (1 - hard) * mx.sum(teacher * logits, axis=-1)
-
+    logits = mx.stop_gradient(frozen.score(hidden))
     k = config.selector_top_k
-    found = best_tokens(mx.stop_gradient(logits), k)
+    found = best_tokens(logits, k)
     has_gold = mx.any(found == gold_index[..., None], axis=-1, keepdims=True)
     found = mx.concatenate(
         [found[..., : k - 1], mx.where(has_gold, found[..., k - 1 :], gold_index[..., None])], axis=-1
     )
-    unary = mx.take_along_axis(logits, found, axis=-1)
+    # Products with the few head rows that count: their gradients need no arrays of the vocabulary's size.
+    rows_found = frozen.head[found]
+    unary = (rows_found @ hidden[..., None])[..., 0]
+    by_target = (rows_found @ gather_rows(final_hidden, at - 1)[..., None])[..., 0]
+    gold_logit, mean_logit = (
+        mx.sum(hidden.astype(mx.float32) * row.astype(mx.float32), axis=-1)
+        for row in (frozen.head[gold_index], gather_rows(expected, at - 1))
+    )
+    unary_loss = log_normaliser(frozen, hidden, logits) - hard * gold_logit - (1 - hard) * mean_logit
+
     scores = selector_scores(model, hidden, frozen.draft_ids[found], unary, before)
-    shares = mx.take_along_axis(teacher, found, axis=-1)
-    shares = shares / mx.maximum(mx.sum(shares, axis=-1, keepdims=True), 1e-9)
+    shares = mx.softmax(by_target.astype(mx.float32), axis=-1)
     is_gold = found == gold_index[..., None]
     shares = hard * is_gold + (1 - hard) * shares
-    # A distribution needs weight 1: the gold token can be missing from neither part.
-    shares = shares / mx.sum(shares, axis=-1, keepdims=True)
     missed = mx.argmax(scores, axis=-1) != mx.argmax(is_gold, axis=-1)
     misses = mx.cumsum(missed.astype(mx.float32), axis=-1, inclusive=False)
     weights = mx.where(counts, AFTER_A_MISS**misses, 0.0)
@@ -144,7 +173,7 @@ def walk_blocks(
     model: DraftModel, config: DFlash2Config, frozen: Frozen, hidden: mx.array, anchor: mx.array
 ) -> mx.array:
     """Greedy selector walk of many blocks: hidden [N, B - 1, H], anchor [N] token ids, to tokens [N, B - 1]."""
-    logits = (hidden @ frozen.head.T).astype(mx.float32)
+    logits = frozen.score(hidden).astype(mx.float32)
     k = config.selector_top_k
     found = best_tokens(logits, k)
     unary, ids = mx.take_along_axis(logits, found, axis=-1), frozen.draft_ids[found]

@@ -59,9 +59,17 @@ def token_shares(frozen: Frozen, tokens: mx.array, hidden: mx.array) -> mx.array
 
     They are taken over the draft vocabulary, and 0 outside it. hidden: the target's, final [N, S, H].
     """
-    index, logits = frozen.draft_index[tokens[:, 1:]], frozen.score(hidden[:, :-1]).astype(mx.float32)
-    there = mx.take_along_axis(logits, mx.maximum(index, 0)[..., None], axis=-1)[..., 0]
-    return mx.where(index >= 0, mx.exp(there - mx.logsumexp(logits, axis=-1)), 0.0)
+    index, logits = frozen.draft_index[tokens[:, 1:]], frozen.score(hidden).astype(mx.float32)
+    there = mx.take_along_axis(logits[:, :-1], mx.maximum(index, 0)[..., None], axis=-1)[..., 0]
+    return mx.where(index >= 0, mx.exp(there - mx.logsumexp(logits, axis=-1)[:, :-1]), 0.0)
+
+
+def expected_head_rows(frozen: Frozen, logits: mx.array) -> mx.array:
+    """Return the mean head row [..., H] under the distribution of logits [..., N] over the draft vocabulary.
+
+    Its product with a hidden state is the mean logit: all that a cross entropy takes of a teacher's distribution.
+    """
+    return mx.softmax(logits, axis=-1, precise=True) @ frozen.head
 
 
 def watch(model: Any, frozen: Frozen, taps: tuple[int, ...]) -> Callable[[mx.array], tuple[mx.array, ...]]:

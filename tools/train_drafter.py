@@ -25,7 +25,7 @@ from mlx_spec.drafters.dflash2.drafter import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import dflash2_loss as dflash2
 from tools.quantize_drafter import plain_tensors, published_names
-from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, watch
+from tools.teacher import Frozen, draw_anchors, expected_head_rows, freeze_target, run_target, watch
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
@@ -181,23 +181,31 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
 
+    watched = watch(target, frozen, config.target_layer_ids)
+
+    def see(tokens: mx.array) -> tuple[mx.array, ...]:
+        shares, hidden, taps = watched(tokens)
+        return shares, hidden, expected_head_rows(frozen, frozen.score(hidden)), taps
+
     def loss(
         tokens: mx.array,
         lengths: mx.array,
         firsts: mx.array,
         shares: mx.array,
         hidden: mx.array,
+        expected: mx.array,
         taps: mx.array,
         rows: mx.array,
     ) -> mx.array:
         anchors = draw_anchors(shares, lengths, firsts, rows.shape[1])
-        return dflash2.loss(model, config, frozen, tokens, lengths, anchors, rows, hidden, taps, args.hard)
+        places = tokens, lengths, anchors, rows
+        return dflash2.loss(model, config, frozen, *places, hidden, expected, taps, args.hard)
 
     def draw(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
         shape = len(batch.tokens), anchor_count(args, batch.tokens)
         return (mx.array(block_rows(shape, config.block_size, rng)),)
 
-    history, packed = learn(args, model, watch(target, frozen, config.target_layer_ids), loss, replies, draw)
+    history, packed = learn(args, model, see, loss, replies, draw)
     if first_process():
         save(Path(args.out), raw, model)
     model.update(shipped_weights(model.parameters(), packed))
