@@ -71,13 +71,19 @@ def _check(x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | 
 
 
 def _convolve(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
-    taps, groups = dynamic.shape[-2:]
-    # A product gives each channel its group's share: its gradient is a product, too, not a sum of many short rows.
-    spread = mx.repeat(mx.eye(groups, dtype=x.dtype), x.shape[-1] // groups, axis=1)
     out = mx.zeros_like(x)
-    for t, shifted in enumerate(_shifts(x, taps)):
-        out = out + base[t] * shifted + (dynamic[..., t, :] @ spread) * shifted
+    for t, shifted in enumerate(_shifts(x, base.shape[0])):
+        out = out + base[t] * shifted + _of_channels(dynamic[..., t, :], x) * shifted
     return out
+
+
+def _of_channels(shares: mx.array, x: mx.array) -> mx.array:
+    """Give each channel of x [..., H] the share [..., G] of its group."""
+    size = x.shape[-1] // shares.shape[-1]
+    if x.size // x.shape[-1] <= MOST_ROWS:
+        return mx.repeat(shares, size, axis=-1)
+    # A product's gradient is a product; a repetition's is a sum of many short rows, which GPUs are slow at.
+    return shares @ mx.repeat(mx.eye(shares.shape[-1], dtype=shares.dtype), size, axis=1)
 
 
 def _shifts(x: mx.array, taps: int) -> Iterator[mx.array]:

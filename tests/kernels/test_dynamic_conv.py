@@ -108,10 +108,15 @@ def test_the_initial_kernels_change_nothing() -> None:
 def test_more_rows_than_the_kernel_takes_have_gradients() -> None:
     x, base = random(1, 40, 8, 12, dtype=mx.float32), random(2, 2, 12, dtype=mx.float32)
     dynamic = random(3, 40, 8, 2, 3, dtype=mx.float32)
-    gradient = mx.grad(lambda x: dynamic_conv(x, base, dynamic).sum())(x)
+    both = mx.grad(lambda x, dynamic: dynamic_conv(x, base, dynamic).sum(), argnums=(0, 1))
+    gradient, of_dynamic = both(x, dynamic)
     # The last row of a block is read by itself alone.
     kernel = base[0] + mx.repeat(dynamic[:, -1, 0], 4, axis=-1)
     np.testing.assert_allclose(np.array(gradient[:, -1]), np.array(kernel), atol=2e-6)
+    # A group's share of a tap multiplies the row there, in each of the group's channels.
+    sums = np.array(x).reshape(40, 8, 3, 4).sum(axis=-1)
+    np.testing.assert_allclose(np.array(of_dynamic[:, :, 0]), sums, atol=2e-6)
+    np.testing.assert_allclose(np.array(of_dynamic[:, 1:, 1]), sums[:, :-1], atol=2e-6)
 
 
 @pytest.mark.parametrize(
