@@ -50,7 +50,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--selector-rank", type=int, default=64)
     add("--conv-group-size", type=int, default=16)
     add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
-    add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
+    add("--draft-vocab", type=int, default=24576, help="tokens the draft head scores, most frequent first")
     return parser
 
 

@@ -107,7 +107,8 @@ def learn(
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
     packed = packing(model, args)
-    history = fit(args, make_step(model, loss, optimizer, packed), optimizer, replies, mx.compile(see), draw)
+    step = make_step(model, loss, optimizer, packed)
+    history = fit(args, model, step, optimizer, replies, mx.compile(see), draw)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
     return history, packed
@@ -193,6 +194,7 @@ def make_optimizer() -> optimizers.MultiOptimizer:
 
 def fit(
     args: argparse.Namespace,
+    model: nn.Module,
     step: Callable[..., mx.array],
     optimizer: optimizers.MultiOptimizer,
     replies: Replies,
@@ -201,7 +203,9 @@ def fit(
 ) -> History:
     """Run the steps and return (step, seconds, loss) every 100 of them.
 
-    Ctrl-C ends early, keeping the weights; before the first step it raises SystemExit.
+    Ctrl-C ends early, keeping the weights; before the first step it raises SystemExit. An error of the device, as
+    when its memory is full, ends early with the weights of the last step that is known to have ended, or is raised
+    where there is none.
     """
     group = processes()
     rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
@@ -214,17 +218,17 @@ def fit(
                     timed_from = time.perf_counter()
                 if args.time_limit and (done == 2 * FIRST_TIMED or done % FIT_EVERY == 0):
                     pace = (time.perf_counter() - timed_from) / (done - FIRST_TIMED)
-                    steps = done + int((args.time_limit - (time.perf_counter() - started)) / pace)
-                    if group is not None:
-                        steps = int(mx.distributed.all_sum(mx.array(steps), group=group).item()) // group.size()
+                    steps = agreed(done + int((args.time_limit - (time.perf_counter() - started)) / pace))
                     bar.total = steps
                 for part, share in zip(optimizer.optimizers, (1.0, ADAMW_SHARE), strict=True):
                     part.learning_rate = schedule(share * args.learning_rate, done, steps)
                 batch, seen = next(source)
+                before = model.trainable_parameters()
                 last, value = value, step(*batch.arrays, *seen, *draw(batch, rng))
                 mx.async_eval(value)
                 # While a step runs, the next is prepared.
                 loss = float((last if done < steps else value).item())
+                finished = before
                 bar.update()
                 if done % 100 == 0 or done >= steps:
                     history.append((done, round(time.perf_counter() - started, 1), round(loss, 4)))
@@ -234,8 +238,23 @@ def fit(
         except KeyboardInterrupt:
             if done == 1:
                 raise SystemExit("stopped before the first step: nothing is saved") from None
+            ended = done - 1
             bar.write("stopped; saving what there is")
-    return [*history, (done - 1, round(time.perf_counter() - started, 1), round(loss, 4))]
+        except RuntimeError as error:
+            if done <= 2:
+                raise
+            ended = done - 2
+            model.update(finished)
+            bar.write(f"{error}\nstopped after {ended} steps; saving what there is")
+    return [*history, (ended, round(time.perf_counter() - started, 1), round(loss, 4))]
+
+
+def agreed(steps: int) -> int:
+    """Return the mean of what all processes of a run take for its length."""
+    group = processes()
+    if group is None:
+        return steps
+    return int(mx.distributed.all_sum(mx.array(steps), group=group).item()) // group.size()
 
 
 def seen_batches(

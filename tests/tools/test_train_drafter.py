@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,11 +246,17 @@ def test_own_prompts_are_the_user_turns_that_ended() -> None:
     assert {prompt.kind for prompt in written} == {"own"}
 
 
-@pytest.mark.parametrize("done", [0, 3])
-def test_ctrl_c_keeps_what_is_trained(done: int) -> None:
+def run_steps(model: nn.Module, step: Callable[..., mx.array]) -> training.History:
+    """Fit with a step that does what the test wants."""
     args = train_drafter.setup_arg_parser().parse_args(
         ["--replies", "r", "--heldout", "h", "--out", "o", "--batch-size", "8", "--max-length", "64"]
     )
+    optimizer, replies = training.make_optimizer(), random_replies()
+    return training.fit(args, model, step, optimizer, replies, lambda tokens: (), lambda batch, rng: ())
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_ctrl_c_keeps_what_is_trained(done: int) -> None:
     steps: list[int] = []
 
     def step(*inputs: Any) -> mx.array:
@@ -258,13 +265,33 @@ def test_ctrl_c_keeps_what_is_trained(done: int) -> None:
         steps.append(1)
         return mx.array(2.5)
 
-    def run() -> training.History:
-        optimizer = training.make_optimizer()
-        return training.fit(args, step, optimizer, random_replies(), lambda tokens: (), lambda batch, rng: ())
-
     if not done:
         with pytest.raises(SystemExit, match="nothing is saved"):
-            run()
+            run_steps(nn.Linear(1, 1), step)
     else:
-        ((last, _, loss),) = run()
+        ((last, _, loss),) = run_steps(nn.Linear(1, 1), step)
         assert (last, loss) == (done, 2.5)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_a_device_that_fails_leaves_the_weights_of_the_last_step_that_ended(
+    failing: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step changes the weights before it fails; the step before it runs until its loss is read."""
+    model, steps = nn.Linear(1, 1, bias=False), list[int]()
+    model.weight = mx.zeros((1, 1))
+
+    def step(*inputs: Any) -> mx.array:
+        model.weight = model.weight + 1
+        steps.append(1)
+        if len(steps) == failing:
+            raise RuntimeError("out of memory")
+        return mx.array(2.5)
+
+    if failing <= 2:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_steps(model, step)
+    else:
+        ((last, _, _),) = run_steps(model, step)
+        assert last == model.weight.item() == failing - 2
+        assert "out of memory\nstopped after 2 steps" in capsys.readouterr().out
