@@ -98,12 +98,17 @@ def selector_scores(
     return unary.astype(mx.float32) + mx.sum(pairs, axis=-1)
 
 
+def logit(hidden: mx.array, row: mx.array) -> mx.array:
+    """Return the products [...] of hidden states and head rows [..., H] in float32."""
+    return mx.sum(hidden.astype(mx.float32) * row.astype(mx.float32), axis=-1)
+
+
 def log_normaliser(frozen: Frozen, hidden: mx.array, logits: mx.array) -> mx.array:
     """Return the logsumexp [...] of what ``frozen`` scores of hidden states [..., H], given as logits [..., N].
 
     Its gradient, the mean head row under the drafter's own distribution, needs no array of logits.
     """
-    mean_logit = mx.sum(hidden.astype(mx.float32) * mx.stop_gradient(expected_head_rows(frozen, logits)), axis=-1)
+    mean_logit = logit(hidden, mx.stop_gradient(expected_head_rows(frozen, logits)))
     value = mx.logsumexp(logits.astype(mx.float32), axis=-1)
     return mean_logit + mx.stop_gradient(value - mean_logit)
 
@@ -154,8 +159,7 @@ def loss(
     unary = (rows_found @ hidden[..., None])[..., 0]
     by_target = (rows_found @ gather_rows(final_hidden, at - 1)[..., None])[..., 0]
     gold_logit, mean_logit = (
-        mx.sum(hidden.astype(mx.float32) * row.astype(mx.float32), axis=-1)
-        for row in (frozen.head[gold_index], gather_rows(expected, at - 1))
+        logit(hidden, row) for row in (frozen.head[gold_index], gather_rows(expected, at - 1))
     )
     unary_loss = log_normaliser(frozen, hidden, logits) - hard * gold_logit - (1 - hard) * mean_logit
 

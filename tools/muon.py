@@ -23,7 +23,7 @@ class Muon(optimizers.Optimizer):
 
     def __init__(self, learning_rate: mx.array) -> None:
         super().__init__()
-        self._maybe_schedule("learning_rate", learning_rate)
+        self.learning_rate = learning_rate
 
     def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
         """Start a matrix's momentum at zero."""
