@@ -10,8 +10,8 @@ from metal_kernels import MAX_ROWS
 
 # A round's evidence fades by this factor, so acceptance follows the text.
 DECAY = 0.94
-# Rounds between two looks at drafting while parked; doubles while parking stays right.
-FIRST_WAIT, LONGEST_WAIT = 16, 256
+# Rounds between two looks at drafting while parked; doubles until the drafts of a look all stand.
+FIRST_WAIT, LONGEST_WAIT = 8, 256
 PROBE_ROUNDS = 2
 # What a draft's chance to stand is taken for where nothing is known, and the runner-up's where the draft fell.
 PRIOR, RUNNER_UP = 0.75, 0.25
@@ -167,7 +167,7 @@ class CostAware:
 
     reach[i]: decayed (tries, successes) of drafts at position i + 1 whose predecessors all stood. It begins with
     weak confidence at the drafter's usual level and parks when plain decoding is cheaper; parked, it looks again
-    after 16 rounds, then 32, up to 256.
+    after 8 rounds, then 16, up to 256, and from 8 on where all drafts of such a look stood.
     Where it ``may_branch``, it puts a leaf beside each draft for which that is cheaper still. runners_up[i]:
     decayed (tries, successes) of leaves at position i + 1, where the draft itself fell.
     """
@@ -213,7 +213,7 @@ class CostAware:
         if not drafted:
             self._parked_for += 1
             return
-        if not self._probing:
+        if not self._probing or accepted == drafted:
             self._wait, self._parked_for = FIRST_WAIT, 0
         self._probing = max(0, self._probing - 1)
         for i in range(min(accepted + 1, drafted)):

@@ -103,7 +103,7 @@ def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_st
     assert policy.reason.startswith("about 7: drafting 7, a chain, is expected to cost ")
 
 
-def test_a_dear_drafter_is_parked_and_looked_at_after_16_32_to_256_rounds() -> None:
+def test_a_dear_drafter_is_parked_and_looked_at_after_8_16_to_256_rounds() -> None:
     policy = CostAware(DEAR, 7)
     runs, drafting = [], None
     for _ in range(1100):
@@ -113,10 +113,23 @@ def test_a_dear_drafter_is_parked_and_looked_at_after_16_32_to_256_rounds() -> N
             runs.append(0)
         runs[-1] += 1
         policy.update(depth, 0, None)
-    assert runs[:-1] == [16, 2, 32, 2, 64, 2, 128, 2, 256, 2, 256, 2, 256, 2][: len(runs) - 1]
-    assert len(runs) > 11
+    assert runs[:-1] == [8, 2, 16, 2, 32, 2, 64, 2, 128, 2, 256, 2, 256, 2, 256, 2][: len(runs) - 1]
+    assert len(runs) > 13
     assert policy.reason.startswith("parked: drafting ")
     assert policy.reason.endswith("plain decoding 10.0")
+
+
+def test_a_look_whose_drafts_all_stand_makes_the_next_wait_short() -> None:
+    policy = CostAware(DEAR, 7)
+    waits, waited, looks = [], 0, 0
+    while len(waits) < 6:
+        depth = policy.depth()
+        if depth and waited:
+            waits.append(waited)
+            looks += 1
+        waited = 0 if depth else waited + 1
+        policy.update(depth, depth if looks == 4 else 0, None)
+    assert waits == [8, 16, 32, 64, 8, 16]
 
 
 def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
@@ -136,7 +149,7 @@ def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
     assert depths[0] > 0
     assert 0 in depths[:30]
     returned = len(depths) - depths[::-1].index(0)
-    assert returned < 160, "it stays parked although every draft stands"
+    assert returned < 100, "it stays parked although every draft stands"
     assert min(depths[returned:]) > 0
     # The next spell of parking begins with a short wait again.
     later = []
@@ -144,8 +157,8 @@ def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
         later.append(policy.depth())
         policy.update(later[-1], 0, None)
     first = later.index(0)
-    assert later[first : first + 16] == [0] * 16
-    assert later[first + 16] > 0
+    assert later[first : first + 8] == [0] * 8
+    assert later[first + 8] > 0
 
 
 # Rows are nearly free, drafts are not: leaves win.
