@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,18 @@ import two_trainers
 ROOT = Path(__file__).parents[2]
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on: other test runs on this machine have theirs."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def test_two_processes_take_the_steps_of_one() -> None:
     """Gradients are bfloat16 and added in another order: near the joint steps, far from one process's own."""
-    launch = Path(sys.executable).with_name("mlx.launch")
+    launch = [Path(sys.executable).with_name("mlx.launch"), "-n", "2", "--starting-port", str(free_port())]
     ran = subprocess.run(
-        [launch, "-n", "2", "--", sys.executable, two_trainers.__file__],
+        [*launch, "--", sys.executable, two_trainers.__file__],
         capture_output=True,
         text=True,
         timeout=120,
