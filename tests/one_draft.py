@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.drafters.base import Ask, Choose, Committed, Drafter, Proposal
-from mlx_spec.drafters.dflash2.context import BlockState
+from mlx_spec.drafters.dflash2.writer import BlockState
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 
 

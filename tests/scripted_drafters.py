@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
-from mlx_spec.engine import Engine, Request
-from mlx_spec.statistics import Statistics
+from mlx_spec.engine.engine import Engine, Request
+from mlx_spec.engine.statistics import Statistics
 from mlx_spec.target import Target
 
 Script = Callable[[int, int, int], bool]

@@ -8,12 +8,12 @@ import mlx.core as mx
 from one_draft import extend, propose
 from scripted_drafters import Script
 
-from mlx_spec.accept import rule_for
+from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
 from mlx_spec.drafters.chain import ChainDrafter, ChainState
-from mlx_spec.drafters.context import ContextKV
-from mlx_spec.engine import Engine, Generation
-from mlx_spec.policy import FixedDepth
+from mlx_spec.drafters.kv import ContextKV
+from mlx_spec.engine.engine import Engine, Generation
+from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.target import Target
 
 

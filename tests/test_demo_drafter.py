@@ -13,10 +13,10 @@ from one_draft import block, extend, propose
 from mlx_spec import Engine, load, stream_generate
 from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.checkpoint import read_tensors
+from mlx_spec.checkpoints.tensors import read_tensors
 from mlx_spec.drafters.dflash2.drafter import load_dflash2
-from mlx_spec.generate import main
-from mlx_spec.models import fit_to_machine, resolve
+from mlx_spec.cli.generate import main
+from mlx_spec.loading.load import fit_to_machine, resolve
 from mlx_spec.target import Target
 from tools import quantize_drafter
 
@@ -53,7 +53,7 @@ ROUNDING = 1e-3  # of float32, relative to the largest hidden state
 def demo() -> tuple[Engine, Any]:
     """The demo without measured costs: it always drafts as much as it can, and nothing is timed or cached."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
         return load("demo", "dflash2")
 
 
@@ -121,8 +121,8 @@ def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt
 @pytest.mark.parametrize("folder", [DRAFTERS["mtp"], DRAFTERS["eagle"]], ids=lambda folder: folder.name)
 def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound to wrong hidden states, or wired wrongly, a head would have hardly more than 1.0."""
-    monkeypatch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
-    monkeypatch.setattr("mlx_spec.models.check_wiring", lambda *_: pytest.fail("checked what ships"))
+    monkeypatch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: pytest.fail("checked what ships"))
     demo = load("demo", folder.name)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
     drafted, plain = both_lanes(demo, PROMPTS[6], max_tokens=24, num_draft_tokens=3)

@@ -125,8 +125,8 @@ FORBIDDEN: dict[str, list[str]] = {
     },
     "mlx_spec/engine": [f"mlx_spec.{name}" for name in ABOVE_ENGINE],
     "mlx_spec/text": [f"mlx_spec.{name}" for name in ("engine", "target", "drafters", "generation", "models")],
-    "mlx_spec/generation": ["mlx_spec.generate", "mlx_spec.models"],
-    "mlx_spec/models": ["mlx_spec.generate", "mlx_spec.generation", "mlx_spec.text"],
+    "mlx_spec/generation": ["mlx_spec.cli.generate", "mlx_spec.loading.load"],
+    "mlx_spec/models": ["mlx_spec.cli.generate", "mlx_spec.generate.stream", "mlx_spec.generate.text_stream"],
 }
 
 

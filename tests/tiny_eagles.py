@@ -10,7 +10,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from tiny_models import CONFIGS
 
-from mlx_spec.drafters.eagle.contract import read_contract, read_head_config
+from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.target.target import text_config
 

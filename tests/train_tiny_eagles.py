@@ -24,7 +24,7 @@ from tiny_folders import TOKENS, write_tokenizer
 from train_tiny_pair import texts
 from transformers import PreTrainedTokenizerFast
 
-from mlx_spec.drafters.eagle.contract import read_contract, read_head_config
+from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from tools.chain_loss import every_anchor, loss, standing
 from tools.eagle_chains import chains

@@ -26,7 +26,7 @@ from tiny_folders import TOKENS, write_tokenizer
 from tiny_heads import zero_centred
 from transformers import PreTrainedTokenizerFast
 
-from mlx_spec.drafters.mtp.contract import QWEN
+from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
 from mlx_spec.target.layers import is_recurrent

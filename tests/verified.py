@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from metal_kernels import argmax_rows
-from mlx_spec.accept import AcceptRule, Verified
+from mlx_spec.decoding.accept import AcceptRule, Verified
 from mlx_spec.drafters.base import Proposal
 
 
@@ -17,7 +17,7 @@ def accept(
     flags: Sequence[mx.array] = (),
     finite: mx.array | None = None,
 ) -> mx.array:
-    """Judge drafts by the target's scores [k + 1, V], as ``mlx_spec.judge`` does."""
+    """Judge drafts by the target's scores [k + 1, V], as ``mlx_spec.engine.verify`` does."""
     noisy = rule.noisy(scores, position, proposal.tree.depths)
     choices = None if noisy is None else argmax_rows(noisy)[0]
     return rule.accept(proposal, Verified(scores, position, choices, flags, finite))

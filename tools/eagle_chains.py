@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_spec.drafters.eagle.contract import Contract, HeadConfig
+from mlx_spec.drafters.eagle.spec import Contract, HeadConfig
 from mlx_spec.drafters.eagle.head import EagleHead
 from tools.chain_loss import attend, project, token_behind
 from tools.teacher import gather_rows

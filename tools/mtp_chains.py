@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.mtp.contract import Contract
+from mlx_spec.drafters.mtp.spec import Contract
 from mlx_spec.drafters.mtp.head import MTPHead
 from tools.chain_loss import attend, project, token_behind
 from tools.teacher import gather_rows

@@ -17,14 +17,14 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from mlx_spec.config_file import read_config as read_config_file
-from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
+from mlx_spec.checkpoints.config import read_config as read_config_file
+from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
 from mlx_spec.drafters.dflash2.drafter import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import dflash2_loss as dflash2
-from tools.quantize_drafter import plain_tensors, published_names
+from mlx_spec.cli.quantize_drafter import plain_tensors, published_names
 from tools.teacher import Frozen, draw_anchors, expected_head_rows, freeze_target, run_target, watch
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights

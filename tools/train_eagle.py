@@ -18,8 +18,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
-from mlx_spec.drafters.eagle.contract import Contract, HeadConfig, read_contract, read_head_config
+from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
+from mlx_spec.drafters.eagle.spec import Contract, HeadConfig, read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.tensors import head_tensors
 from tools import chain_loss

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from metal_kernels.implementations import using
 from tools.muon import Muon
-from tools.quantize_drafter import add_packing_arguments, packing
+from mlx_spec.cli.quantize_drafter import add_packing_arguments, packing
 from tools.train_data import Batch, Replies, batches
 
 # Steps that compile, and are left out when the schedule is fitted to a time limit.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_spec.target import PagePool
-from mlx_spec.tree import Tree, chain_of, tree_of
+from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 
 Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
 """Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
 from mlx_spec.drafters.base import Ask, Committed, Proposal, stack_drawn
-from mlx_spec.drafters.context import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target

@@ -22,7 +22,7 @@ from metal_kernels import (
     linear_rows,
 )
 from metal_kernels.implementations import implementation, using
-from mlx_spec.target.past import Held, Past, is_prompt
+from mlx_spec.target.recurrent import Held, Past, is_prompt
 
 
 @dataclass(frozen=True)

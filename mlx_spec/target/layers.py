@@ -9,7 +9,7 @@ from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_ro
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.delta_net import DeltaNet, separated
 from mlx_spec.target.families import Family, FeedForward
-from mlx_spec.target.past import Held, Past
+from mlx_spec.target.recurrent import Held, Past
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_spec.errors import ContextFull, PositionError
-from mlx_spec.target.past import Recurrent
+from mlx_spec.target.recurrent import Recurrent
 
 PAGE_SLOTS = 32
 

@@ -14,7 +14,7 @@ from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence, append_rows
-from mlx_spec.target.past import (
+from mlx_spec.target.recurrent import (
     PIECE_ROWS,
     Held,
     Layout,

@@ -18,7 +18,7 @@ from tiny_models import CONFIGS, tiny_target
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.engine import Engine, Request
+from mlx_spec.engine.engine import Engine, Request
 from mlx_spec.errors import PositionError
 from mlx_spec.target import Target
 

@@ -25,7 +25,7 @@ from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.eagle.contract import is_eagle, read_contract, read_head_config, resolve_taps
+from mlx_spec.drafters.eagle.spec import is_eagle, read_contract, read_head_config, resolve_taps
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel

@@ -13,13 +13,13 @@ from steered import Steered, assert_like_fresh, fresh_state, go_on
 from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
-from mlx_spec.accept import rule_for
+from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Ask, Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine import Engine, Request
+from mlx_spec.engine.engine import Engine, Request
 from mlx_spec.errors import NonFiniteError, PositionError, RequestError
-from mlx_spec.sampling import Sampling
+from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 80)]

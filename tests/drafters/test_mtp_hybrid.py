@@ -12,12 +12,12 @@ from scripted_drafters import plain, right_then_wrong, run
 from test_mtp import Steered, assert_like_fresh
 
 from mlx_spec import load
-from mlx_spec.accept import rule_for
+from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.engine import Engine, Generation, Request
-from mlx_spec.policy import FixedDepth
-from mlx_spec.sampling import Sampling
+from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.engine.draft_policy import FixedDepth
+from mlx_spec.decoding.sampling import Sampling
 
 FOLDER = Path(__file__).parent.parent / "tiny_hybrid"
 SAMPLERS = {"greedy": Sampling(), "coupled": Sampling(temp=0.8, seed=5, top_k=40)}
@@ -35,8 +35,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def loaded() -> tuple[Engine, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.models.measured_costs", lambda *_: None)
-        patch.setattr("mlx_spec.models.check_wiring", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         return load(str(FOLDER))
 
 

@@ -16,7 +16,7 @@ from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.mtp.contract import CONTRACTS, OTHER_HEADS
+from mlx_spec.drafters.mtp.spec import CONTRACTS, OTHER_HEADS
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.drafters.mtp.tensors import norms_lack_one

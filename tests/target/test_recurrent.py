@@ -17,7 +17,7 @@ from metal_kernels.implementations import using
 from metal_kernels.launch import launching, noting_launches
 from mlx_spec.errors import PositionError
 from mlx_spec.target import Pass, Sequence, Target
-from mlx_spec.target.past import PIECE_ROWS, pieces_of
+from mlx_spec.target.recurrent import PIECE_ROWS, pieces_of
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 90, 240)]
 PROMPT = 45

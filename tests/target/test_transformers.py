@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from mlx_spec.config_file import read_config
+from mlx_spec.checkpoints.config import read_config
 from mlx_spec.errors import ModelError
 from mlx_spec.target import Target
 

@@ -23,7 +23,7 @@ from mlx_spec.drafters.dflash2.drafter import load_dflash2
 from mlx_spec.target import Target
 from tools import dflash2_loss as dflash2
 from tools import train_drafter, training
-from tools.quantize_drafter import packing, plain_tensors
+from mlx_spec.cli.quantize_drafter import packing, plain_tensors
 from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
 from tools.train_data import Replies, epoch, frequent_tokens, make_batch
 from tools.train_prompts import opening, own_prompts

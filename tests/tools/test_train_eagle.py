@@ -15,7 +15,7 @@ from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, write_eagle
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.eagle.contract import read_contract, read_head_config
+from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.target import Target

@@ -15,7 +15,7 @@ from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.mtp.contract import QWEN
+from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.target import Target

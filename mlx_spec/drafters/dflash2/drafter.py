@@ -10,13 +10,13 @@ import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
 from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.drafters.base import Ask, Committed, Proposal
-from mlx_spec.drafters.checkpoint import load_tensors, read_tensors
-from mlx_spec.drafters.context import ContextKV, context_pool, pages_of
+from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
+from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.context import BlockState, ContextWriter
+from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.errors import DrafterMismatch, RequestError
 from mlx_spec.target import Target

@@ -24,7 +24,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from metal_kernels import Linear, linear_rows, rope_frequencies
 from mlx_spec.drafters.chain import Entered
-from mlx_spec.drafters.eagle.contract import Contract, HeadConfig
+from mlx_spec.drafters.eagle.spec import Contract, HeadConfig
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.families import FeedForward, dense
 from mlx_spec.target.layers import Attention, Norm

@@ -8,11 +8,11 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.checkpoint import load_tensors, pack_head
+from mlx_spec.checkpoints.tensors import load_tensors, pack_head
 from mlx_spec.drafters.draft_head import check_target, draft_head
-from mlx_spec.drafters.eagle.contract import (
+from mlx_spec.drafters.eagle.spec import (
     Contract,
     HeadConfig,
     declared_parts,

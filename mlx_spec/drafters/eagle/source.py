@@ -4,8 +4,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import read_files
-from mlx_spec.drafters.torch_file import read_torch_files
+from mlx_spec.checkpoints.tensors import read_files
+from mlx_spec.checkpoints.torch_file import read_torch_files
 from mlx_spec.errors import DrafterMismatch
 
 TORCH_FILES = "pytorch_model*.bin"

@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes
 
 from metal_kernels import Linear, linear_rows
 from mlx_spec.drafters.chain import Entered
-from mlx_spec.drafters.mtp.contract import Contract
+from mlx_spec.drafters.mtp.spec import Contract
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
 

@@ -9,11 +9,11 @@ import numpy as np
 from mlx import nn
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.config_file import read_config as read_config_file
+from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.checkpoint import load_tensors, pack_head, read_files
+from mlx_spec.checkpoints.tensors import load_tensors, pack_head, read_files
 from mlx_spec.drafters.draft_head import check_target, draft_head
-from mlx_spec.drafters.mtp.contract import contract_of, plain_type
+from mlx_spec.drafters.mtp.spec import contract_of, plain_type
 from mlx_spec.drafters.mtp.head import MTPHead, MTPRows
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.tensors import head_tensors

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.drafters.checkpoint import read_files
-from mlx_spec.drafters.mtp.contract import Contract, contract_of
+from mlx_spec.checkpoints.tensors import read_files
+from mlx_spec.drafters.mtp.spec import Contract, contract_of
 from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
 from mlx_spec.errors import DrafterMismatch
 

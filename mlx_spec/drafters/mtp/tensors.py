@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.mtp.contract import OWN_NAMES, Contract
+from mlx_spec.drafters.mtp.spec import OWN_NAMES, Contract
 from mlx_spec.errors import DrafterMismatch
 
 # Means that tell norm weights less one from whole ones, over published Qwen3.5 to 3.8 heads: query and key norms

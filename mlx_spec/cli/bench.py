@@ -1,0 +1,201 @@
+"""Measure speculative against plain decoding: accepted length, acceptance by position, tokens a second.
+
+Both lanes run in turns in one process, prompt by prompt, and their tokens are compared. Rates are decode rates:
+the prompt's own time is left out.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from mlx_spec.measure.costs import as_json
+from mlx_spec.engine.engine import Engine
+from mlx_spec.errors import MlxSpecError
+from mlx_spec.cli.generate import draft_tokens
+from mlx_spec.generate.stream import stream_generate
+from mlx_spec.loading.load import load
+from mlx_spec.engine.statistics import Statistics
+
+HELD_OUT = Path(__file__).parent / "heldout40.jsonl"
+
+
+@dataclass
+class Tally:
+    """Sums over the prompts of one kind."""
+
+    prompts: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    leaves: int = 0
+    accepted_leaves: int = 0
+
+    def add(self, speculative: Statistics, plain: Statistics | None) -> None:
+        """Add one prompt."""
+        self.prompts += 1
+        self.tokens += speculative.tokens
+        self.rounds += speculative.rounds
+        self.seconds += speculative.seconds
+        self.drafted = add_lists(self.drafted, speculative.drafted)
+        self.accepted = add_lists(self.accepted, speculative.accepted)
+        self.leaves += speculative.leaves
+        self.accepted_leaves += speculative.accepted_leaves
+        if plain is not None:
+            self.plain_tokens += plain.tokens
+            self.plain_seconds += plain.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values; rates are 0 where nothing was measured."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
+        return {
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
+            "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
+            "leaves": self.leaves,
+            "accepted_leaves": self.accepted_leaves,
+            "tokens_per_second": round(rate, 2),
+            "plain_tokens_per_second": round(plain, 2),
+            "ratio": round(rate / plain, 3) if plain else 0.0,
+        }
+
+
+def add_lists(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """Add two lists of counts, the shorter one filled with zeros."""
+    size = max(len(a), len(b))
+    return [sum(x[i] for x in (a, b) if i < len(x)) for i in range(size)]
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="demo", help="demo, a folder or a Hugging Face repo (default: demo)")
+    add("--drafter", default="auto", help="folder or repo of the drafter (default: the model's own)")
+    add(
+        "--prompts",
+        type=Path,
+        default=HELD_OUT,
+        help="JSON lines with prompt, kind, system (default: 40 held out)",
+    )
+    add("--limit", type=int, help="use so many prompts only, evenly spread over the file")
+    add("--max-tokens", type=int, default=128, help="longest reply (default: 128)")
+    add("--draft-tokens", default="auto", help="tokens a round: auto or a number (default: auto)")
+    add("--leaves", type=int, help="verify so many runners-up beside a number of drafts (default: by costs)")
+    add("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
+    add("--seed", type=int, default=0)
+    add("--accept", choices=("coupled", "rejection"), default="coupled")
+    add("--exact", choices=("on", "off"), default="on", help="off takes MLX's own operations (default: on)")
+    add("--no-plain", action="store_true", help="leave plain decoding out: acceptance only, in less time")
+    return parser
+
+
+def read_prompts(path: Path, limit: int | None) -> list[dict[str, str]]:
+    """Read a prompt file, or ``limit`` evenly spread lines of it."""
+    items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    if limit is None or limit >= len(items):
+        return items
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def run_prompt(
+    engine: Engine, tokenizer: Any, item: dict[str, str], **options: Any
+) -> tuple[list[int], Statistics]:
+    """Generate the reply to one prompt in the chat template."""
+    messages = [{"role": "user", "content": item["prompt"]}]
+    if item.get("system"):
+        messages.insert(0, {"role": "system", "content": item["system"]})
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    tokens, statistics = [], Statistics()
+    for response in stream_generate(engine, tokenizer, prompt, **options):
+        tokens.append(response.token)
+        statistics = response.statistics
+    return tokens, statistics
+
+
+def measure(
+    engine: Engine, tokenizer: Any, items: Iterable[dict[str, str]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Run all prompts in turns and return the tallies by kind, and how many replies were equal."""
+    options = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed, "accept": args.accept}
+    depth = draft_tokens(args.draft_tokens)
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    equal = compared = 0
+    try:
+        for item in tqdm(list(items), unit="prompt"):
+            tokens, statistics = run_prompt(
+                engine, tokenizer, item, num_draft_tokens=depth, num_leaves=args.leaves, **options
+            )
+            plain = None
+            if not args.no_plain:
+                plain_tokens, plain = run_prompt(engine, tokenizer, item, num_draft_tokens=0, **options)
+                compared += 1
+                equal += plain_tokens == tokens
+            for kind in (item.get("kind", "prompts"), "all"):
+                tallies[kind].add(statistics, plain)
+    except KeyboardInterrupt:
+        print("stopped; these are the prompts so far")
+    kinds = {kind: tally.as_dict() for kind, tally in sorted(tallies.items(), key=lambda pair: pair[0] == "all")}
+    return {"kinds": kinds, "equal_replies": equal, "compared_replies": compared}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print a line for each kind, and acceptance by position over all."""
+    print(f"{'kind':<14}{'prompts':>8}{'tokens':>8}{'a round':>9}{'tokens/s':>10}{'plain':>8}{'ratio':>7}")
+    for kind, row in result["kinds"].items():
+        print(
+            f"{kind:<14}{row['prompts']:>8}{row['tokens']:>8}{row['accepted_length']:>9.2f}"
+            f"{row['tokens_per_second']:>10.2f}{row['plain_tokens_per_second']:>8.2f}{row['ratio']:>7.2f}"
+        )
+    for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
+        print(f"position {position}: {share:.3f} of the drafts that far stood")
+    if leaves := result["kinds"].get("all", {}).get("leaves"):
+        print(f"leaves: {result['kinds']['all']['accepted_leaves']} of {leaves} stood")
+    if result["compared_replies"]:
+        print(f"replies equal to plain decoding: {result['equal_replies']} of {result['compared_replies']}")
+
+
+def main() -> int:
+    """Run the command; exit status 1 when a reply differs that must not, 2 when it could not run."""
+    args = setup_arg_parser().parse_args()
+    try:
+        engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=True)
+        started = time.perf_counter()
+        result = measure(engine, tokenizer, read_prompts(args.prompts, args.limit), args)
+    except (MlxSpecError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+    print_table(result)
+    print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
+    about = {
+        "device": str(mx.default_device()),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "mlx": version("mlx"),
+        "dtype": str(engine.target.dtype),
+        "exact": engine.exactness.holds,
+        "seconds": round(time.perf_counter() - started, 1),
+        "costs": None if engine.costs is None else as_json(engine.costs),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+    }
+    print(json.dumps({**about, **result}))
+    equal = args.exact == "on" and (args.temp == 0 or args.accept == "coupled")
+    return 1 if equal and result["equal_replies"] < result["compared_replies"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

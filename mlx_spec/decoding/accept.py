@@ -1,0 +1,223 @@
+"""Which drafted tokens stand, and which token follows them.
+
+Each rule has two sides that belong together: ``rank`` and ``choose`` draw drafted tokens, ``accept`` compares
+drafts with the target. Everything stays in the graph; nothing here waits for the device. What ``accept`` returns
+is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last row that stands (of a chain: how
+many drafts do), the token behind it, and whether all entries of each flag are true.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from metal_kernels import accept_rows, ints
+from mlx_spec import noise
+from mlx_spec.drafters.base import Proposal
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.tree import Tree
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a pass says of an anchor and the k drafts behind it.
+
+    scores: [k + 1, V], the target's. position: of the anchor. choices: int32 [k + 1], the largest entries of
+    ``AcceptRule.noisy``, or None where that is. flags: what else the host is to read, each true or false. finite:
+    bool [k + 1], one flag more, to which only the rows that stand count.
+    """
+
+    scores: mx.array
+    position: int
+    choices: mx.array | None
+    flags: Sequence[mx.array] = ()
+    finite: mx.array | None = None
+
+
+class AcceptRule(Protocol):
+    """How drafts are drawn and judged."""
+
+    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+        """Return values [K] of candidates ids [K] with scores [K] for ``position``; the largest is drafted."""
+        ...
+
+    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Draw the token that ranks first; see drafters.base.Choose."""
+        ...
+
+    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array | None:
+        """Return [k + 1, V] whose largest entries are what the target itself says, or None where it takes more.
+
+        Row j stands ``depths[j]`` behind the anchor, which stands at ``position``.
+        """
+        ...
+
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+        """Judge the drafts by what the target says."""
+        ...
+
+
+def rule_for(sampling: Sampling, vocab_size: int) -> AcceptRule:
+    """Return the rule of a request against a target with ``vocab_size`` tokens."""
+    if sampling.temp == 0:
+        return Greedy()
+    if sampling.accept == "coupled":
+        return Coupled(sampling.seed, sampling.temp, vocab_size)
+    return Rejection(sampling.seed, sampling.temp)
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The most likely token on both sides."""
+
+    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+        """Rank by score."""
+        return scores
+
+    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Return the best candidate."""
+        return ids[mx.argmax(scores)], None
+
+    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array:
+        """Return the scores: there is no noise."""
+        return scores
+
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+        """Accept what equals the target's argmax."""
+        return equal_drafts(proposal, verified)
+
+
+class Coupled:
+    """Sampling in which draft and target share the noise of (seed, position, token).
+
+    The target's token at a position is the one that plain decoding with this seed draws, whatever was drafted.
+    """
+
+    def __init__(self, seed: int, temp: float, vocab_size: int) -> None:
+        self.seed = seed
+        self.temp = temp
+        self.vocab_size = vocab_size
+        self._drawn: dict[int, mx.array] = {}
+
+    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+        """Rank with the target's noise at the candidates."""
+        return scores / self.temp + self._noise(position)[ids]
+
+    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Draw with the target's noise at the candidates: likely the token that the target will draw."""
+        return ids[mx.argmax(self.rank(position, ids, scores))], None
+
+    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array:
+        """Add the noise of each row's position."""
+        self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
+        return scores + mx.stack([self._noise(position + 1 + depth) for depth in depths])
+
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+        """Accept what equals the target's own draw."""
+        return equal_drafts(proposal, verified)
+
+    def _noise(self, position: int) -> mx.array:
+        if position not in self._drawn:
+            self._drawn[position] = noise.gumbel(self.seed, position, noise.TOKEN, self.vocab_size)
+        return self._drawn[position]
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Speculative sampling: accept with min(1, p / q), else draw from max(0, p - q).
+
+    Of several drafts for one position, drawn without replacement, the next is judged in the same way, by what p
+    and q are then. Sources: Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318); of
+    several: Jeon et al. 2024 (arXiv:2402.14160).
+    """
+
+    seed: int
+    temp: float
+
+    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+        """Rank with noise of the draft's own: a draw without replacement."""
+        return scores.astype(mx.float32) / self.temp + noise.gumbel(self.seed, position, noise.DRAFT, ids.size)
+
+    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Draw from the draft distribution and return it."""
+        drawn = mx.argmax(self.rank(position, ids, scores))
+        return ids[drawn], mx.softmax(scores.astype(mx.float32) / self.temp)
+
+    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array | None:
+        """Return nothing: what is said depends on what was drafted."""
+        return None
+
+    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+        """Accept each draft with min(1, p / q); behind the last one draw from what q did not cover."""
+        tree, position, p = proposal.tree, verified.position, mx.softmax(verified.scores, axis=-1)
+        if proposal.probabilities is None:
+            last, left = mx.array(0, dtype=mx.int32), p[0]
+        else:
+            last, left = self._walk(proposal, tree, p, position)
+        drawn = mx.log(left) + noise.gumbel(self.seed, position, noise.RESIDUAL, left.size)
+        return outcome(proposal, last, mx.argmax(drawn), verified)
+
+    def _walk(self, proposal: Proposal, tree: Tree, p: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Return the last row that stands, and the distribution [V] of the token behind it.
+
+        Turn by turn the next draft behind each row is judged by what is left of p [k + 1, V] there.
+        """
+        assert proposal.probabilities is not None
+        # Rows with most drafts behind them first: those that have one more in a turn are then the first ones.
+        inner = sorted(
+            (row for row in range(tree.rows) if tree.children[row]), key=lambda r: -len(tree.children[r])
+        )
+        first = ints(*(tree.children[row][0] - 1 for row in inner))
+        left, q = p[ints(*inner)], mx.zeros((len(inner), p.shape[1]), dtype=p.dtype)
+        q = mx.put_along_axis(q, proposal.candidates[first], proposal.probabilities[first], axis=-1)
+        judged, accepted, none_yet = list[int](), list[mx.array](), mx.ones((len(inner),), dtype=mx.bool_)
+        for turn in range(len(tree.children[inner[0]])):
+            drafts = [tree.children[row][turn] for row in inner if len(tree.children[row]) > turn]
+            count = len(drafts)
+            tokens = proposal.tokens[ints(*(draft - 1 for draft in drafts))][:, None]
+            now, q = left[:count], q[:count]
+            p_of_draft, q_of_draft = (mx.take_along_axis(x, tokens, axis=-1)[:, 0] for x in (now, q))
+            chance = mx.stack([self._chance(position + tree.depths[draft], turn) for draft in drafts])
+            stands = mx.logical_and(chance * q_of_draft < p_of_draft, none_yet[:count])
+            judged += drafts
+            accepted.append(stands)
+            none_yet = mx.logical_and(none_yet[:count], mx.logical_not(stands))
+            left = mx.concatenate([normalised(mx.maximum(now - q, 0), now), left[count:]])
+            q = mx.put_along_axis(q, tokens, mx.zeros(tokens.shape, dtype=q.dtype), axis=-1)
+            q = normalised(q, q)
+        in_order = ints(*(judged.index(draft) for draft in range(1, tree.rows)))
+        last = tree.stands(mx.concatenate(accepted)[in_order])
+        places = [inner.index(row) if row in inner else -1 for row in range(tree.rows)]
+        place = ints(*places)[last]
+        return last, mx.where(place < 0, p[last], left[mx.maximum(place, 0)])
+
+    def _chance(self, position: int, turn: int) -> mx.array:
+        """Return a number from 0 to 1 for the draft that is judged at ``position`` in a turn."""
+        return mx.random.uniform(key=noise.key(self.seed, position, noise.ACCEPT + turn))
+
+
+def equal_drafts(proposal: Proposal, verified: Verified) -> mx.array:
+    """Accept the drafts that equal the choices of the rows that they stand behind."""
+    choices = verified.choices
+    assert choices is not None
+    if proposal.parents is None:
+        return accept_rows(proposal.tokens, choices, verified.flags, verified.finite)
+    tree = proposal.tree
+    last = tree.stands(proposal.tokens == choices[ints(*tree.parents)])
+    return outcome(proposal, last, choices[last], verified)
+
+
+def outcome(proposal: Proposal, last: mx.array, following: mx.array, verified: Verified) -> mx.array:
+    """Lay out what ``accept`` returns; ``last`` and ``following`` are scalars."""
+    good = [mx.all(flag) for flag in verified.flags]
+    if verified.finite is not None:
+        good.append(proposal.tree.on_path(last, verified.finite))
+    told = mx.stack([value.astype(mx.int32) for value in (last, following, *good)])
+    return mx.concatenate([proposal.tokens, told])
+
+
+def normalised(weights: mx.array, otherwise: mx.array) -> mx.array:
+    """Scale rows [n, V] to add up to 1; where q covers p to rounding nothing is left, and p is as good."""
+    total = mx.sum(weights, axis=-1, keepdims=True)
+    return mx.where(total > 0, weights / mx.where(total > 0, total, 1), otherwise)

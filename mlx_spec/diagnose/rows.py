@@ -1,0 +1,133 @@
+"""Does a verify row equal the same row computed alone? The row contract, of a model and of a generation."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import MAX_ROWS
+from mlx_spec.target import Sequence, Target
+from mlx_spec.target.pages import PAGE_SLOTS
+from mlx_spec.drafters.tree import of_path, tree_of
+
+# Positions before the rows that a model is checked with: the rows cross the end of a page.
+CONTEXT = 28
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A verify row whose logits differ from a one-row pass.
+
+    position: of the row; row and rows: its number in the pass, and how many rows that had. largest: the largest
+    absolute difference of a logit. same_token: whether the most likely token is the same nevertheless.
+    """
+
+    position: int
+    row: int
+    rows: int
+    largest: float
+    same_token: bool
+
+    def __str__(self) -> str:
+        token = "same token" if self.same_token else "OTHER TOKEN"
+        return (
+            f"position {self.position}: row {self.row + 1} of {self.rows} differs by up to {self.largest:.3g} "
+            f"from a one-row pass ({token})"
+        )
+
+
+def check_rows(target: Target, counts: SequenceOf[int], compared: int = MAX_ROWS) -> Iterator[Difference | None]:
+    """Compare the first ``compared`` rows of passes of several rows with the same rows computed one at a time.
+
+    Yields the first difference of each pass, or None; counts: rows of the passes, of which those that do not fit
+    into the model's context are left out. The rows stand behind a text of 28 tokens, or at the beginning where the
+    context or the pool is small.
+    """
+    with text_and_rows(target, max(counts)) as (sequence, rows):
+        alone = list(logits_alone(target, sequence, rows[: min(compared, target.context)]))
+        for count in counts:
+            if sequence.length + count <= target.context:
+                logits = target.logits(target.forward([(sequence, rows[:count])]).hidden)
+                found = (compare(sequence, row, logits, alone[row]) for row in range(min(count, len(alone))))
+                yield next((difference for difference in found if difference is not None), None)
+
+
+def check_tree(target: Target, depth: int) -> Difference | None:
+    """Compare a path of a tree, ``depth`` rows behind its first, with the same rows computed one at a time.
+
+    Beside each of them lies another row, so that no row of the path follows the one before it in the pass.
+    """
+    with text_and_rows(target, 2 * depth + 1) as (sequence, rows):
+        depth = min(depth, target.context - sequence.length - 1)
+        tree = tree_of(tuple(2 * (row // 2) for row in range(2 * depth)))
+        path = tree.paths[-1]
+        logits = target.logits(target.forward([(sequence, rows[: tree.rows])], paths=tree.paths).hidden)
+        alone = logits_alone(target, sequence, of_path(rows, path))
+        found = [compare(sequence, place, of_path(logits, path), expected) for place, expected in enumerate(alone)]
+    return next((difference for difference in found if difference is not None), None)
+
+
+@contextmanager
+def text_and_rows(target: Target, count: int) -> Iterator[tuple[Sequence, mx.array]]:
+    """Open a sequence that holds a text for the time of a check, with ``count`` tokens [R] to go on with."""
+    pages = -(-(CONTEXT + count) // PAGE_SLOTS) + 1
+    roomy = target.context >= CONTEXT + count and target.pool.free_pages >= pages
+    context = CONTEXT if roomy else 0
+    tokens = [(7919 * i + 13) % target.vocab_size for i in range(context + count)]
+    sequence = target.open()
+    try:
+        target.prefill(sequence, tokens[:context])
+        yield sequence, mx.array(tokens[context:], dtype=mx.int32)
+    finally:
+        sequence.free()
+
+
+def logits_alone(target: Target, sequence: Sequence, tokens: mx.array) -> Iterator[mx.array]:
+    """Yield the logits [V] of each row [R] behind a sequence by a pass of one row. The sequence stays as it is."""
+    alone = sequence.fork()
+    try:
+        for row in range(tokens.size):
+            passed = target.forward([(alone, tokens[row : row + 1])])
+            logits = target.logits(passed.hidden)[0]
+            # What still waits to read the pool would make the write copy it.
+            mx.eval(logits, *passed.arrays)
+            yield logits
+            target.commit(alone, passed)
+    finally:
+        alone.free()
+
+
+def compare(sequence: Sequence, row: int, logits: mx.array, expected: mx.array) -> Difference | None:
+    """Compare row number ``row`` of a pass behind ``sequence``, with logits [R, V], with the row alone [V]."""
+    found = logits[row]
+    if mx.array_equal(found, expected, equal_nan=True).item():
+        return None
+    a, b = np.array(found.astype(mx.float32)), np.array(expected.astype(mx.float32))
+    largest, same = float(np.abs(a - b).max()), bool(a.argmax() == b.argmax())
+    return Difference(sequence.length + row, row, logits.shape[0], largest, same)
+
+
+@dataclass
+class RowCheck:
+    """Recomputes every verify row as a one-row pass; give ``check`` to a generation as ``on_verified``."""
+
+    target: Target
+    rows: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    def check(self, sequence: Sequence, tokens: mx.array, logits: mx.array) -> None:
+        """Compare the rows [R] that were verified behind ``sequence`` and gave ``logits`` [R, V]."""
+        for row, expected in enumerate(logits_alone(self.target, sequence, tokens)):
+            self.rows += 1
+            difference = compare(sequence, row, logits, expected)
+            if difference is not None:
+                self.differences.append(difference)
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"Rows checked: {self.rows}, all equal to one-row passes bit for bit"
+        lines = [f"Rows checked: {self.rows}, {len(self.differences)} differ from one-row passes"]
+        return "\n".join([*lines, *(f"  {d}" for d in self.differences)])

@@ -1,0 +1,208 @@
+"""Generating text: prompts in, text segments out. What ``mlx_lm.generate`` offers, with a drafter."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import wired_limit
+
+from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.errors import RequestError
+from mlx_spec.engine.request import Round
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine.statistics import Statistics
+from mlx_spec.target import Sequence as CachedSequence
+from mlx_spec.generate.text_stream import TextStream
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One generated token.
+
+    text: the text that became certain with it, possibly empty. from_draft: whether the drafter proposed it.
+    peak_memory: GB. finish_reason: None but for the last token, "stop" or "length". statistics: of the generation
+    so far, the same object in every response; ``statistics.exact`` says whether rows were those of plain decoding.
+    Where log-probabilities are asked for, logprobs: [V] float32, of every token, computed when it is read;
+    logprob: of the token; top_logprobs: (token, log-probability) of the likeliest.
+    index: which of ``n`` texts it belongs to.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array | None
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None
+    statistics: Statistics
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    index: int = 0
+
+
+def stream_generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    max_tokens: int = 256,
+    n: int = 1,
+    num_draft_tokens: int | Literal["adaptive"] | None = None,
+    num_leaves: int | None = None,
+    stop: str | Sequence[str] = (),
+    logprobs: bool = False,
+    top_logprobs: int = 0,
+    prefill_step_size: int = 512,
+    prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
+    on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None,
+    **sampling: Any,
+) -> Iterator[GenerationResponse]:
+    """Generate from a prompt, token by token.
+
+    engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
+    max_tokens: -1 for no limit. n: texts to generate together; text i draws with seed + i, and is the one that
+    this seed gives alone. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
+    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. num_leaves: verify so many
+    runners-up beside a number of drafts; None lets measured costs decide. stop: text that ends the generation and
+    is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the likeliest tokens,
+    up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
+    seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
+    Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
+    """
+    if n < 1:
+        raise RequestError(f"n must be at least 1, not {n}.")
+    stops = [stop] if isinstance(stop, str) else stop
+    streams = [TextStream(tokenizer, stops) for _ in range(n)]
+    request = Request(
+        prompt=encode(tokenizer, prompt),
+        max_tokens=max_tokens,
+        num_draft_tokens=num_draft_tokens,
+        sampling=make_sampling(sampling),
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        prefill_step_size=prefill_step_size,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        num_leaves=num_leaves,
+        is_end=streams[0].add,
+        on_progress=prompt_progress_callback,
+        on_verified=on_verified,
+    )
+    with wired_limit(engine.target.model):
+        generations = [engine.start(request)]
+        try:
+            for index in range(1, n):
+                seed = request.sampling.seed + index
+                generations.append(engine.fork(generations[0], seed=seed, is_end=streams[index].add))
+            while any(generation.finish_reason is None for generation in generations):
+                rounds = engine.step(generations)
+                for index, (done, generation) in enumerate(zip(rounds, generations, strict=True)):
+                    yield from _responses(done, generation, streams[index], index)
+                for done in rounds:
+                    if done.error is not None:
+                        raise done.error
+        finally:
+            for generation in generations:
+                engine.close(generation)
+
+
+def _responses(
+    done: Round, generation: Generation, stream: TextStream, index: int
+) -> Iterator[GenerationResponse]:
+    statistics, finished = generation.statistics, generation.finish_reason
+    before = statistics.tokens - len(done.tokens)
+    if done.tokens and finished is not None:
+        stream.finish(stop_token=done.tokens[-1] in generation.request.eos_token_ids)
+    for i, token in enumerate(done.tokens):
+        is_last = i + 1 == len(done.tokens)
+        logprobs = done.logprobs[i] if done.logprobs else None
+        yield GenerationResponse(
+            text=stream.segments[before + i],
+            token=token,
+            logprobs=logprobs.all if logprobs else None,
+            from_draft=i < done.from_draft,
+            prompt_tokens=statistics.prompt_tokens,
+            prompt_tps=statistics.prompt_tps,
+            generation_tokens=before + i + 1,
+            generation_tps=statistics.generation_tps,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finished if is_last else None,
+            statistics=statistics,
+            logprob=logprobs.logprob if logprobs else None,
+            top_logprobs=logprobs.top if logprobs else [],
+            index=index,
+        )
+
+
+@overload
+def generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: None = None,
+    **options: Any,
+) -> str: ...
+
+
+@overload
+def generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: int,
+    **options: Any,
+) -> list[str]: ...
+
+
+def generate(
+    engine: Engine,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    *,
+    n: int | None = None,
+    **options: Any,
+) -> str | list[str]:
+    """Generate a whole text and return it; ``verbose`` prints it as it comes, and a summary.
+
+    n: generate so many texts together, and return a list of them; ``verbose`` prints them when all are complete.
+    options: see stream_generate.
+    """
+    texts = [""] * (n or 1)
+    response = None
+    for response in stream_generate(engine, tokenizer, prompt, n=1 if n is None else n, **options):
+        texts[response.index] += response.text
+        if verbose and n is None:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        if n is not None:
+            print(f"\n{'-' * 10}\n".join(texts), end="")
+        print(f"\n{'=' * 10}\n{response.statistics}\nPeak memory: {response.peak_memory:.3f} GB")
+    return texts[0] if n is None else texts
+
+
+def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    """Return the token ids of a prompt; text gets a BOS token where the tokenizer adds one and it has none yet."""
+    if not isinstance(prompt, str):
+        return [int(t) for t in np.array(prompt).reshape(-1)]
+    bos = tokenizer.bos_token
+    return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+
+
+def make_sampling(options: dict[str, Any]) -> Sampling:
+    """Build the sampling settings. Raises RequestError for a name that is none of them."""
+    unknown = options.keys() - Sampling.__dataclass_fields__.keys()
+    if unknown:
+        raise RequestError(
+            f"Unknown option {', '.join(sorted(unknown))}; "
+            f"sampling takes {', '.join(Sampling.__dataclass_fields__)}."
+        )
+    return Sampling(**options)

@@ -1,0 +1,180 @@
+"""What draft and verify passes cost on this machine, measured once per machine, model and version."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from tqdm import tqdm
+
+import metal_kernels
+import mlx_spec.target
+from metal_kernels import MAX_ROWS
+from metal_kernels.implementations import implementation
+from mlx_spec.cache_folder import cache_folder
+from mlx_spec.drafters.base import Ask, Committed, Drafter
+from mlx_spec.engine.draft_policy import Costs
+from mlx_spec.target import Sequence, Target
+
+CONTEXT = 64
+# Sequences of a draft pass that is compared with that of one.
+TOGETHER = 4
+# Runs of each pass; the first compiles.
+RUNS = 3
+
+Name = TypeVar("Name")
+
+
+def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
+    """Return the costs from the cache, or measure them (a second or two, on a CPU ten) and cache them."""
+    path = cache_folder() / "costs.json"
+    key, known = cost_key(target, drafter, drafter_name), read_costs(path)
+    costs = from_json(known.get(key))
+    if costs is None:
+        costs = measure(target, drafter, progress)
+        known[key] = as_json(costs)
+        write_costs(path, known)
+    return costs
+
+
+def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
+    """Time passes of several sizes behind a short context.
+
+    A draft comes with showing the drafter what the round before committed, half of as many drafts. A pass over
+    several sequences may have 16 rows, whatever the drafter's block.
+    """
+    sequence, states = target.open(), [drafter.open()]
+    try:
+        return timed(target, drafter, sequence, states, progress)
+    finally:
+        sequence.free()
+        for state in states:
+            state.free()
+
+
+def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any], progress: bool) -> Costs:
+    """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks join."""
+    most = drafter.max_draft
+    tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
+    before = max(1, tokens.size - 1 - most // 2)
+    rows = target.forward([(sequence, tokens)], drafter.taps)
+    target.commit(sequence, rows)
+    drafter.extend([(states[0], Committed(0, tokens[:before], rows.taps[:before]))])
+
+    def propose(drafting: list[Any], count: int) -> list[mx.array]:
+        asks = [Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)) for state in drafting]
+        return [proposal.tokens for proposal in drafter.propose(asks)]
+
+    # What waits of the context is taken in before the first draft, and not again.
+    mx.eval(sequence.arrays, rows.taps, propose(states, 1))
+
+    def verify(count: int) -> list[mx.array]:
+        passed = target.forward([(sequence, tokens[:count])], drafter.taps)
+        return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
+
+    def draft(count: int, sequences: int) -> list[mx.array]:
+        forks = [states[0].fork() for _ in range(sequences)]
+        states.extend(forks)
+        round_before = slice(before, before + 1 + count // 2)
+        committed = Committed(before, tokens[round_before], rows.taps[round_before])
+        drafter.extend([(fork, committed) for fork in forks])
+        return propose(forks, count)
+
+    counts, drafts = sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS}), sorted({1, most})
+    passes = {("verify", n): partial(verify, n) for n in counts}
+    passes |= {("draft", n): partial(draft, n, 1) for n in drafts}
+    passes |= {("together", n): partial(draft, n, TOGETHER) for n in drafts}
+    ms = fastest(passes, progress)
+    more = {n: max(0.0, ms["together", n] - ms["draft", n]) / (TOGETHER - 1) for n in drafts}
+    return Costs({n: ms["verify", n] for n in counts}, {n: ms["draft", n] for n in drafts}, more)
+
+
+def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]], progress: bool = False) -> dict[Name, float]:
+    """Return the milliseconds of the fastest run of each pass, building the graph included.
+
+    They are run in turns, so that what else the machine does for a moment spoils one run of a pass and not all.
+    """
+    best = dict.fromkeys(passes, math.inf)
+    turns = tqdm([*passes] * RUNS, "Timing passes, once", leave=False, disable=not progress)
+    for name in turns:
+        started = time.perf_counter()
+        mx.eval(passes[name]())
+        best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
+    return best
+
+
+def as_json(costs: Costs) -> dict[str, dict[str, float]]:
+    """Return the curves with the keys that JSON has."""
+    curves = vars(costs).items()
+    return {name: {str(count): round(ms, 3) for count, ms in curve.items()} for name, curve in curves}
+
+
+def from_json(entry: Any) -> Costs | None:
+    """Return the costs of a cache entry, or None when it is missing or damaged."""
+    try:
+        curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return Costs(*curves) if all(curves) else None
+
+
+def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
+    """Identify machine, model, drafter and versions."""
+    return model_key(target, drafter_name, str(drafter.max_draft))
+
+
+def model_key(target: Target, *more: str) -> str:
+    """Identify machine, model, versions, the implementation of the operations, and what ``more`` names."""
+    weights = dict(tree_flatten(target.model.parameters()))
+    parts = [
+        platform.node(),
+        platform.machine(),
+        str(mx.default_device()),
+        implementation(),
+        *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
+        code_digest(),
+        target.name,
+        f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
+        *more,
+    ]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Identify the code of a pass: installed from a repository, it changes while its version stays."""
+    packages = (Path(metal_kernels.__file__).parent, Path(mlx_spec.target.__file__).parent)
+    files = sorted(path for package in packages for path in package.iterdir() if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def read_costs(path: Path) -> dict[str, Any]:
+    """Read the cache; a missing or damaged file is an empty one."""
+    try:
+        known = json.loads(path.read_text())
+        return known if isinstance(known, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_costs(path: Path, known: object) -> None:
+    """Write the cache in one step; a full disk only means measuring again next time."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,43 @@
+"""Whether a model's rows are exact on this machine, checked once per machine, model and version."""
+
+from typing import Any
+
+from mlx_spec.cache_folder import cache_folder
+from mlx_spec.measure.costs import model_key, read_costs, write_costs
+from mlx_spec.diagnose.rows import check_rows, check_tree
+from mlx_spec.engine.statistics import Exactness
+from mlx_spec.target import Target
+
+OFF = Exactness(False, "turned off: MLX's own operations run, whose rows may depend on each other")
+# So many rows of each pass are computed alone too.
+COMPARED = 4
+
+
+def checked_exactness(target: Target, most_rows: int) -> Exactness:
+    """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or read what that gave last time."""
+    counts = sorted({2, most_rows})
+    path = cache_folder() / "costs.json"
+    key, known = model_key(target, f"passes of {counts} rows and a tree"), read_costs(path)
+    exactness = from_json(known.get(key))
+    if exactness is None:
+        exactness = check(target, counts)
+        known[key] = {"exact": exactness.holds, "reason": exactness.reason}
+        write_costs(path, known)
+    return exactness
+
+
+def check(target: Target, counts: list[int]) -> Exactness:
+    """Compare passes of ``counts`` rows, and one whose rows form a tree, with one row at a time."""
+    found = [*check_rows(target, counts, COMPARED), check_tree(target, COMPARED) if target.takes_trees else None]
+    differences = [d for d in found if d is not None]
+    if differences:
+        return Exactness(False, str(differences[0]))
+    return Exactness(True, f"passes of {' and '.join(map(str, counts))} rows equal one row at a time")
+
+
+def from_json(entry: Any) -> Exactness | None:
+    """Return what a cache entry says, or None when it is missing or damaged."""
+    if not isinstance(entry, dict):
+        return None
+    holds, reason = entry.get("exact"), entry.get("reason")
+    return Exactness(holds, reason) if isinstance(holds, bool) and isinstance(reason, str) else None

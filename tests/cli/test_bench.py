@@ -1,0 +1,88 @@
+"""The bench's sums, and what it prints."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.measure.exactness import OFF
+from mlx_spec.engine.statistics import Statistics
+from tools import bench
+
+
+def statistics(drafted: list[int], accepted: list[int], tokens: int, rounds: int, seconds: float) -> Statistics:
+    return Statistics(tokens=tokens, rounds=rounds, seconds=seconds, drafted=drafted, accepted=accepted)
+
+
+def test_a_tally_adds_prompts_of_different_depth() -> None:
+    tally = bench.Tally()
+    tally.add(statistics([4, 4], [2, 1], 7, 4, 2.0), statistics([], [], 7, 7, 3.5))
+    tally.add(statistics([2], [2], 4, 2, 1.0), statistics([], [], 4, 4, 2.0))
+    row = tally.as_dict()
+    assert row["accepted_length"] == round(11 / 6, 3)
+    assert row["acceptance"] == [round(4 / 6, 3), 0.25]
+    assert row["ratio"] == round((11 / 3) / (11 / 5.5), 3)
+    assert (row["leaves"], row["accepted_leaves"]) == (0, 0)
+
+
+def test_leaves_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = bench.Tally()
+    for leaves, stood in ((6, 2), (3, 0)):
+        tally.add(replace(statistics([1], [1], 2, 1, 1.0), leaves=leaves, accepted_leaves=stood), None)
+    bench.print_table({"kinds": {"all": tally.as_dict()}, "equal_replies": 0, "compared_replies": 0})
+    assert "leaves: 2 of 9 stood" in capsys.readouterr().out
+
+
+def test_without_the_plain_lane_there_is_no_ratio(capsys) -> None:
+    tally = bench.Tally()
+    tally.add(statistics([1], [1], 2, 1, 1.0), None)
+    bench.print_table({"kinds": {"all": tally.as_dict()}, "equal_replies": 0, "compared_replies": 0})
+    out = capsys.readouterr().out
+    assert "position 1: 1.000" in out
+    assert "equal" not in out
+
+
+def test_limits_are_spread_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": str(i)}) for i in range(10)) + "\n")
+    assert [item["prompt"] for item in bench.read_prompts(path, 3)] == ["0", "3", "6"]
+    assert len(bench.read_prompts(path, None)) == 10
+
+
+def test_the_held_out_prompts_are_forty() -> None:
+    items = bench.read_prompts(bench.HELD_OUT, None)
+    assert len(items) == len({item["prompt"] for item in items}) == 40
+
+
+@pytest.mark.parametrize(
+    "argv, status",
+    [
+        ([], 1),
+        (["--temp", "0.8"], 1),
+        (["--exact", "off"], 0),
+        (["--temp", "0.8", "--accept", "rejection"], 0),
+        (["--accept", "rejection"], 1),
+    ],
+)
+def test_a_reply_may_differ_only_where_equality_is_not_promised(
+    argv: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def load(model: str, drafter: str, exact: bool, progress: bool) -> tuple[SimpleNamespace, None]:
+        asked.append(exact)
+        return SimpleNamespace(target=SimpleNamespace(dtype=mx.bfloat16), costs=None, exactness=OFF), None
+
+    monkeypatch.setattr(bench, "load", load)
+    result = {"kinds": {}, "equal_replies": 1, "compared_replies": 2}
+    monkeypatch.setattr(bench, "measure", lambda *_: result)
+    monkeypatch.setattr(sys, "argv", ["bench", *argv])
+    assert bench.main() == status
+    assert asked == [argv[:2] != ["--exact", "off"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"exact: no, {OFF.reason}"
+    assert json.loads(lines[-1])["exact"] is False

@@ -1,0 +1,409 @@
+"""Several generations in one pass: each says what it says alone, whatever the others do.
+
+bfloat16 targets, see test_law.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from branch_drafter import BranchDrafter
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from scripted_drafters import plain
+from tiny_drafters import dflash2_config, random_tensors, write_drafter
+from tiny_eagles import eagle_config, eagle_tensors, write_eagle
+from tiny_heads import head_tensors, write_layout
+from tiny_models import tiny_target
+
+from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.eagle.load import load_eagle
+from mlx_spec.drafters.mtp.load import load_mtp
+from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
+from mlx_spec.engine.draft_policy import Costs
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.target import Target
+
+TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 90, 80)]
+NEW_TOKENS = 14
+# One token; one that ends in the middle of a page; one behind a page's end.
+PROMPTS = [TOKENS[:1], TOKENS[:20], TOKENS[:33]]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
+    Sampling(temp=0.8),
+    Sampling(temp=1.1, top_p=0.9, top_k=24, presence_penalty=0.5, logit_bias={3: 4.0}),
+    # One token is left to draw, so that the draws are those of plain decoding.
+    Sampling(temp=0.8, top_k=1, accept="rejection"),
+]
+COSTS = Costs({1: 10.0, 4: 11.0, 16: 16.0}, {1: 0.5, 7: 1.0})
+
+
+@cache
+def target_of(family: str) -> Target:
+    return tiny_target(family, max_kv_size=4096)
+
+
+@cache
+def alone(family: str, prompt: tuple[int, ...], sampling: int, seed: int) -> list[int]:
+    """What a prompt is continued with by plain decoding."""
+    return plain(target_of(family), Request(prompt, NEW_TOKENS, sampling=sampling_of(sampling, seed))).text
+
+
+def sampling_of(index: int, seed: int) -> Sampling:
+    return replace(SAMPLINGS[index], seed=seed)
+
+
+def drafter_of(kind: str, family: str, folder: Path) -> Drafter:
+    target = target_of(family)
+    if kind == "mtp":
+        write_layout(folder, "sidecar", family, head_tensors(family, dtype=mx.bfloat16))
+        return load_mtp(folder, target, "tiny head")
+    if kind == "windowed EAGLE":
+        made = eagle_config(family, 3, layer_types=["sliding_attention"], sliding_window=24)
+        write_eagle(folder, made, eagle_tensors(made, 3, ("fc",), dtype=mx.bfloat16))
+        return load_eagle(folder, target, "tiny head")
+    if kind == "dflash2":
+        config = dflash2_config()
+        write_drafter(folder, config, random_tensors(config, dtype=mx.bfloat16))
+        return load_dflash2(folder, target, "tiny drafter")
+    return BranchDrafter(target)
+
+
+@dataclass
+class Branch:
+    """A generation, its seed and sampling, and what it has to say."""
+
+    generation: Generation
+    sampling: int
+    expected: list[int]
+
+
+class Branches(RuleBasedStateMachine):
+    """Sequences start, fork, run in any company, and are given up, in any order."""
+
+    family: str
+    drafter: Drafter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = target_of(self.family)
+        self.engine = Engine(self.target, self.drafter, COSTS)
+        self.branches: list[Branch] = []
+
+    def add(self, generation: Generation, sampling: int, seed: int) -> None:
+        expected = alone(self.family, tuple(generation.tokens), sampling, seed)
+        if isinstance(self.drafter, BranchDrafter):
+            self.drafter.know(generation, expected)
+        self.branches.append(Branch(generation, sampling, expected))
+
+    @precondition(lambda self: len(self.branches) < 16)
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        sampling=st.integers(0, len(SAMPLINGS) - 1),
+        seed=st.integers(0, 1),
+        depth=st.sampled_from([None, 0, 1, 3, 7, "adaptive"]),
+    )
+    def start(self, prompt: list[int], sampling: int, seed: int, depth: Any) -> None:
+        request = Request(prompt, NEW_TOKENS, depth, sampling_of(sampling, seed))
+        self.add(self.engine.start(request), sampling, seed)
+
+    @precondition(lambda self: 0 < len(self.branches) < 16)
+    @rule(data=st.data(), seed=st.integers(0, 1), copies=st.integers(1, 4))
+    def fork(self, data: st.DataObject, seed: int, copies: int) -> None:
+        parent = data.draw(st.sampled_from(self.branches))
+        if parent.generation.finish_reason is None:
+            for copy in range(min(copies, 16 - len(self.branches))):
+                fork = self.engine.fork(parent.generation, seed=seed + copy)
+                self.add(fork, parent.sampling, seed + copy)
+
+    @precondition(lambda self: self.branches)
+    @rule(data=st.data(), rounds=st.integers(1, 3))
+    def run_some(self, data: st.DataObject, rounds: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.branches), min_size=1, unique_by=id))
+        self.run([branch.generation for branch in chosen], rounds)
+
+    @precondition(lambda self: self.branches)
+    @rule(rounds=st.integers(1, 3))
+    def run_all(self, rounds: int) -> None:
+        self.run([branch.generation for branch in self.branches], rounds)
+
+    @precondition(lambda self: self.branches)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        branch = data.draw(st.sampled_from(self.branches))
+        self.branches.remove(branch)
+        self.engine.close(branch.generation)
+
+    @precondition(lambda self: self.branches)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """As where the drafter knows too many sequences: this one begins anew."""
+        self.engine._forget(data.draw(st.sampled_from(self.branches)).generation)
+
+    def run(self, generations: list[Generation], rounds: int) -> None:
+        for _ in range(rounds):
+            before = {generation: (len(generation.tokens), generation.finish_reason) for generation in generations}
+            for generation, done in zip(generations, self.engine.step(generations), strict=True):
+                length, finished = before[generation]
+                assert done.error is None
+                assert generation.tokens[length:] == done.tokens
+                assert bool(done.tokens) == (finished is None)
+
+    @invariant()
+    def every_text_is_its_own(self) -> None:
+        for branch in self.branches:
+            tokens = branch.generation.tokens
+            assert tokens == branch.expected[: len(tokens)]
+            assert branch.generation.sequence.length == len(tokens) - 1
+
+    @invariant()
+    def pages_are_those_of_the_branches(self) -> None:
+        pages = {page for branch in self.branches for page in branch.generation.sequence.pages}
+        assert self.target.pool.pages_in_use == len(pages)
+
+    def teardown(self) -> None:
+        generations = [branch.generation for branch in self.branches]
+        try:
+            for _ in range(NEW_TOKENS):
+                self.run([g for g in generations if g.finish_reason is None], 1)
+            self.every_text_is_its_own()
+            assert all(generation.finish_reason == "length" for generation in generations)
+            assert all(generation.statistics.tokens == NEW_TOKENS for generation in generations)
+        finally:
+            for generation in generations:
+                self.engine.close(generation)
+        assert self.target.pool.pages_in_use == 0
+        assert isinstance(self.drafter, BranchDrafter) or self.drafter.pool.pages_in_use == 0
+
+
+def open_pair(engine: Engine, **options: Any) -> list[Generation]:
+    requests = [Request(prompt, NEW_TOKENS, **options) for prompt in PROMPTS[1:]]
+    return [engine.start(request) for request in requests]
+
+
+def finish(engine: Engine, generations: list[Generation]) -> None:
+    while any(generation.finish_reason is None for generation in generations):
+        assert all(done.error is None for done in engine.step(generations))
+
+
+@pytest.mark.parametrize("order", [(0, 4), (4, 0), (2, 2), (0, 0), (4, 2, 1, 0), (3, 3), (1, 2, 4)])
+def test_rules_and_filters_of_one_pass_do_not_mix(order: tuple[int, ...]) -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    requests = [Request(PROMPTS[1], NEW_TOKENS, 2, sampling_of(index, seed)) for seed, index in enumerate(order)]
+    generations = [engine.start(request) for request in requests]
+    finish(engine, generations)
+    for seed, (index, generation) in enumerate(zip(order, generations, strict=True)):
+        assert generation.tokens == alone("llama", tuple(PROMPTS[1]), index, seed)
+        engine.close(generation)
+
+
+def test_what_fails_in_one_generation_stays_with_it() -> None:
+    """An exception of a callback, a processor or a full pool: that generation is as before, the others went on."""
+    target = target_of("llama")
+    engine, armed = Engine(target, BranchDrafter(target)), [True]
+
+    def fail(*arguments: Any) -> Any:
+        if armed[0]:
+            raise OSError("on purpose")
+        return arguments[-1] if len(arguments) == 2 else False
+
+    good = open_pair(engine)
+    processed = Sampling(logits_processors=(fail,))
+    bad = [
+        *open_pair(engine, is_end=fail),
+        *open_pair(engine, sampling=processed),
+        *open_pair(engine, on_verified=fail),
+    ]
+    together = [bad[0], good[0], *bad[1:], good[1]]
+    before = [list(generation.tokens) for generation in bad]
+    for generation, done in zip(together, engine.step(together), strict=True):
+        if generation in good:
+            assert done.error is None and done.tokens
+        else:
+            assert isinstance(done.error, OSError) and not done.tokens
+            assert generation.sequence.length == len(generation.tokens) - 1 == generation.drafting.position
+    assert [generation.tokens for generation in bad] == before
+    armed[0] = False
+    finish(engine, together)
+    for generation in together:
+        assert generation.tokens == alone("llama", tuple(generation.request.prompt), 0, 0)
+        engine.close(generation)
+    assert target.pool.pages_in_use == 0
+
+
+def test_a_sequence_that_computes_nan_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    first, second = open_pair(engine, num_draft_tokens=2)
+    logits, rows = target.logits, mx.arange(6)[:, None]
+    monkeypatch.setattr(target, "logits", lambda hidden: mx.where(rows == 3, mx.nan, logits(hidden)))
+    before = list(second.tokens)
+    good, bad = engine.step([first, second])
+    monkeypatch.undo()
+    assert good.error is None and good.tokens
+    assert isinstance(bad.error, NonFiniteError) and "The target logits at position 32" in str(bad.error)
+    assert second.tokens == before and second.sequence.length == second.drafting.position == 32
+    finish(engine, [first, second])
+    for generation in (first, second):
+        assert generation.tokens == alone("llama", tuple(generation.request.prompt), 0, 0)
+        engine.close(generation)
+
+
+def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
+    """Three pages for two sequences that need two each: the second waits until the first is closed."""
+    target = tiny_target("llama", max_kv_size=96)
+    engine = Engine(target, BranchDrafter(target))
+    first, second = (engine.start(Request(TOKENS[:30], 20)) for _ in range(2))
+    errors = []
+    while first.finish_reason is None:
+        rounds = engine.step([first, second])
+        assert rounds[0].error is None
+        errors.append(rounds[1].error)
+    assert isinstance(errors[-1], ContextFull)
+    assert "close a sequence or load the model with a larger max_kv_size" in str(errors[-1])
+    assert second.finish_reason is None and len(second.tokens) - 1 == second.sequence.length == 32
+    engine.close(first)
+    finish(engine, [second])
+    assert second.tokens == first.tokens
+    engine.close(second)
+    assert target.pool.pages_in_use == 0
+
+
+def test_more_sequences_than_rows_take_turns() -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(40)]
+    for rounds in range(1, 6):
+        emitted = [bool(done.tokens) for done in engine.step(generations)]
+        assert sum(emitted) == 16
+        counts = [generation.statistics.rounds for generation in generations]
+        assert sum(counts) == 16 * rounds and max(counts) - min(counts) <= 1
+    finish(engine, generations)
+    for token, generation in enumerate(generations):
+        assert generation.tokens == alone("llama", (token,), 0, 0)
+        engine.close(generation)
+
+
+def test_the_drafter_forgets_what_was_not_used_for_longest() -> None:
+    """A forgotten generation drafts nothing for one round, which shows the drafter where it stands."""
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target), max_drafter_states=16)
+    generations = [engine.start(Request([token], NEW_TOKENS, 2)) for token in range(18)]
+    assert [generation.drafting is None for generation in generations] == [True] * 2 + [False] * 16
+    engine.step(generations[0])
+    assert generations[0].statistics.parked_rounds == 1
+    assert generations[0].drafting.position == 1
+    assert generations[2].drafting is None
+    engine.step(generations[0])
+    assert generations[0].statistics.drafted == [1, 1]
+    with pytest.raises(RequestError, match="max_drafter_states must be at least 16, not 3"):
+        Engine(target, BranchDrafter(target), max_drafter_states=3)
+    for generation in generations:
+        engine.close(generation)
+    assert not engine._remembered
+
+
+def test_a_fork_goes_on_behind_the_end_of_a_finished_generation() -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    short = engine.start(Request(PROMPTS[1], 5))
+    finish(engine, [short])
+    longer = engine.fork(short, max_tokens=NEW_TOKENS)
+    engine.close(short)
+    finish(engine, [longer])
+    assert longer.tokens == alone("llama", tuple(PROMPTS[1]), 0, 0)
+    engine.close(longer)
+
+
+def test_plain_decoding_leaves_the_drafter_alone_and_a_fork_may_begin_to_draft(tmp_path: Path) -> None:
+    target, drafter = target_of("llama"), drafter_of("dflash2", "llama", tmp_path)
+    engine = Engine(target, drafter)
+    plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
+    engine.step(plainly)
+    assert plainly.drafting is None and drafter.pool.pages_in_use == 0
+    drafted = engine.fork(plainly, num_draft_tokens=3)
+    engine.step([plainly, drafted])
+    assert drafted.drafting is not None and drafted.statistics.parked_rounds == 2
+    again = engine.fork(drafted, num_draft_tokens=0)
+    assert again.drafting is None
+    finish(engine, [plainly, drafted, again])
+    assert drafted.statistics.drafted and not plainly.statistics.drafted
+    for generation in (plainly, drafted, again):
+        assert generation.tokens == alone("llama", tuple(PROMPTS[1]), 0, 0)
+        engine.close(generation)
+    assert target.pool.pages_in_use == drafter.pool.pages_in_use == 0
+
+
+def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    generation = engine.start(Request(PROMPTS[1], 5))
+    with pytest.raises(RequestError, match="A generation is named twice"):
+        engine.step([generation, generation])
+    assert engine.step([]) == []
+    pages = target.pool.pages_in_use
+    for wrong in ({"num_draft_tokens": 8}, {"max_tokens": 0}, {"top_logprobs": 17}):
+        with pytest.raises(RequestError):
+            engine.fork(generation, **wrong)
+    generation.sequence.free()
+    assert target.pool.pages_in_use == 0 < pages
+    generation = engine.start(Request(PROMPTS[1], 5))
+    finish(engine, [generation])
+    assert engine.step(generation).tokens == []
+    engine.close(generation)
+    with pytest.raises(RequestError, match="was closed and cannot go on"):
+        engine.step([generation])
+    with pytest.raises(RequestError, match="was closed cannot be forked"):
+        engine.fork(generation)
+
+
+def test_one_host_synchronisation_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    generations = open_pair(engine)
+    engine.step(generations)
+    evaluate, calls = mx.eval, []
+    monkeypatch.setattr(mx, "eval", lambda *arrays: (calls.append(len(arrays)), evaluate(*arrays)))
+    engine.step(generations)
+    monkeypatch.undo()
+    assert len(calls) == 1
+    for generation in generations:
+        engine.close(generation)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "examples"),
+    [
+        ("llama_sliding", "scripted", 6),
+        ("llama", "dflash2", 3),
+        ("llama", "mtp", 2),
+        ("llama", "windowed EAGLE", 2),
+        ("qwen3_5", "scripted", 2),
+        ("qwen3_5", "mtp", 1),
+    ],
+)
+def test_any_company_leaves_every_text_as_it_is(family: str, kind: str, examples: int, tmp_path: Path) -> None:
+    class Machine(Branches):
+        pass
+
+    Machine.family, Machine.drafter = family, drafter_of(kind, family, tmp_path)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,240 @@
+"""The depth policy: the cheapest depth by expectation, parking, and looking again."""
+
+import numpy as np
+import pytest
+
+from mlx_spec.engine.draft_policy import MARGIN, Adaptive, CostAware, Costs, FixedDepth, interpolate
+
+CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
+# A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
+DEAR = Costs({1: 10.0, 8: 80.0}, {1: 1.0, 7: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"), [(1, 10.0), (2, 12.0), (3, 14.0), (5, 22.0), (7, 30.0), (9, 38.0), (0, 8.0)]
+)
+def test_interpolate_is_piecewise_linear_and_carries_on(x: int, expected: float) -> None:
+    assert interpolate({7: 30.0, 1: 10.0, 3: 14.0}, x) == pytest.approx(expected)
+
+
+def test_interpolate_with_a_single_point_is_constant() -> None:
+    assert [interpolate({4: 3.0}, x) for x in (1, 4, 9)] == [3.0, 3.0, 3.0]
+
+
+def test_drafting_nothing_is_free() -> None:
+    assert CHEAP.draft_ms(0) == 0.0
+    assert CHEAP.draft_ms(1) == 1.0
+    assert CHEAP.verify_ms(1) == 10.0
+
+
+def test_fixed_depth_never_moves() -> None:
+    policy = FixedDepth(3)
+    for _ in range(20):
+        policy.update(3, 0, None)
+    assert policy.depth() == 3
+    assert policy.reason == "fixed at 3"
+
+
+def test_adaptive_depth_follows_whole_rounds() -> None:
+    policy, depths = Adaptive(7), []
+    for accepted in ("all", "all", 3, 0, 0, 0, 0, 0, 0, *["all"] * 8, 2):
+        drafted = policy.depth()
+        policy.update(drafted, drafted if accepted == "all" else int(accepted), None)
+        depths.append(policy.depth())
+    assert depths == [4, 5, 5, 4, 3, 2, 1, 1, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7]
+    assert policy.reason == "adaptive, at 7"
+
+
+def test_adaptive_depth_learns_nothing_from_a_round_that_was_cut() -> None:
+    policy = Adaptive(2)
+    assert policy.depth() == 2
+    policy.update(1, 1, None)
+    policy.update(1, 0, None)
+    policy.update(0, 0, None)
+    assert policy.depth() == 2
+
+
+def expected_cost(policy: CostAware, depth: int) -> float:
+    """Milliseconds a token at a depth, from the definition: the k-th draft counts when all up to it stand."""
+    rates = [successes / tries for tries, successes in policy.reach]
+    tokens = 1 + sum(np.prod(rates[: k + 1]) for k in range(depth))
+    draft = np.interp(depth, [1, 7], [1.0, 2.0]) if depth else 0.0
+    return (draft + np.interp(depth + 1, [1, 8], [10.0, 24.0])) / tokens
+
+
+def test_the_depth_is_the_cheapest_by_brute_force() -> None:
+    chosen = set()
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        policy, rate = CostAware(Costs({1: 10.0, 8: 24.0}, {1: 1.0, 7: 2.0}), 7), random.uniform(0.3, 0.99)
+        for _ in range(60):
+            costs = [expected_cost(policy, k) for k in range(8)]
+            best = int(np.argmin(costs))
+            assert policy.ms_per_token(best) == pytest.approx(costs[best])
+            if costs[best] < MARGIN * costs[0]:
+                assert policy.depth() == best
+                chosen.add(best)
+            policy.update(7, int((random.random(8) < rate).argmin()) if random.random() < 0.99 else 7, None)
+    assert len(chosen) > 3
+
+
+def test_evidence_fades_and_reaches_only_the_first_failure() -> None:
+    policy = CostAware(CHEAP, 4, prior=0.5)
+    assert policy.reach == [[4.0, 2.0]] * 4
+    policy.update(3, 1, None)
+    assert policy.reach[0] == pytest.approx([0.94 * 4 + 1, 0.94 * 2 + 1])
+    assert policy.reach[1] == pytest.approx([0.94 * 4 + 1, 0.94 * 2])
+    assert policy.reach[2:] == [[4.0, 2.0]] * 2
+    policy.update(2, 2, None)
+    assert policy.reach[1] == pytest.approx([0.94 * 4.76 + 1, 0.94 * 1.88 + 1])
+    assert policy.reach[2:] == [[4.0, 2.0]] * 2
+    policy.update(0, 0, None)
+    assert policy.reach[3] == [4.0, 2.0]
+
+
+def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_stands() -> None:
+    policy = CostAware(CHEAP, 7)
+    depths = []
+    for _ in range(30):
+        depths.append(policy.depth())
+        policy.update(depths[-1], depths[-1], None)
+    assert min(depths) >= 1
+    assert depths[-1] == 7
+    assert policy.reason.startswith("about 7: drafting 7, a chain, is expected to cost ")
+
+
+def test_a_dear_drafter_is_parked_and_looked_at_after_8_16_to_256_rounds() -> None:
+    policy = CostAware(DEAR, 7)
+    runs, drafting = [], None
+    for _ in range(1100):
+        depth = policy.depth()
+        if (depth > 0) != drafting:
+            drafting = depth > 0
+            runs.append(0)
+        runs[-1] += 1
+        policy.update(depth, 0, None)
+    assert runs[:-1] == [8, 2, 16, 2, 32, 2, 64, 2, 128, 2, 256, 2, 256, 2, 256, 2][: len(runs) - 1]
+    assert len(runs) > 13
+    assert policy.reason.startswith("parked: drafting ")
+    assert policy.reason.endswith("plain decoding 10.0")
+
+
+def test_a_look_whose_drafts_all_stand_makes_the_next_wait_short() -> None:
+    policy = CostAware(DEAR, 7)
+    waits, waited, looks = [], 0, 0
+    while len(waits) < 6:
+        depth = policy.depth()
+        if depth and waited:
+            waits.append(waited)
+            looks += 1
+        waited = 0 if depth else waited + 1
+        policy.update(depth, depth if looks == 4 else 0, None)
+    assert waits == [8, 16, 32, 64, 8, 16]
+
+
+def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
+    """At acceptance 1, two rows at 19.8 ms save 1 %; at 19.0 ms 5 %."""
+    for two_rows, depth in ((19.8, 0), (19.0, 1)):
+        policy = CostAware(Costs({1: 10.0, 2: two_rows}, {1: 0.0}), 1, prior=1.0)
+        assert policy.depth() == depth
+        assert policy.reason.startswith("about 1" if depth else "parked")
+
+
+def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
+    policy = CostAware(Costs({1: 10.0, 8: 40.0}, {1: 1.0, 7: 4.0}), 7)
+    depths = []
+    for i in range(200):
+        depths.append(policy.depth())
+        policy.update(depths[-1], 0 if i < 30 else depths[-1], None)
+    assert depths[0] > 0
+    assert 0 in depths[:30]
+    returned = len(depths) - depths[::-1].index(0)
+    assert returned < 100, "it stays parked although every draft stands"
+    assert min(depths[returned:]) > 0
+    # The next spell of parking begins with a short wait again.
+    later = []
+    for _ in range(60):
+        later.append(policy.depth())
+        policy.update(later[-1], 0, None)
+    first = later.index(0)
+    assert later[first : first + 8] == [0] * 8
+    assert later[first + 8] > 0
+
+
+# Rows are nearly free, drafts are not: leaves win.
+FLAT = Costs({1: 10.0, 16: 10.5}, {1: 3.0, 7: 12.0})
+
+
+def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int]:
+    """The cheapest number of leaves at a depth, from the definition, and what a token costs with it."""
+    stands = [successes / tries for tries, successes in policy.reach]
+    seconds = [successes / tries for tries, successes in policy.runners_up]
+    found = []
+    for leaves in range(min(depth, 15 - depth) + 1):
+        gains = [np.prod(stands[:i]) * (1 - stands[i]) * seconds[i] for i in range(depth)]
+        tokens = 1 + sum(np.prod(stands[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - leaves :])
+        found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + leaves)) / tokens, leaves))
+    return min(found) if min(found)[0] < MARGIN * found[0][0] else found[0]
+
+
+def test_depth_and_leaves_are_the_cheapest_by_brute_force() -> None:
+    chosen = set()
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        rows = random.uniform(10.1, 30)
+        costs = Costs({1: 10.0, 8: (10 + rows) / 2, 16: rows}, {1: 1.0, 7: 6.0})
+        policy, rate, second = CostAware(costs, 7, may_branch=True), random.uniform(0.3, 0.95), random.random()
+        for _ in range(40):
+            depth = policy.depth()
+            leaves = policy.leaves(depth)
+            best = min(range(8), key=lambda k: brute_force(policy, costs, k)[0])
+            if brute_force(policy, costs, best)[0] < MARGIN * 10.0:
+                assert (depth, sum(leaves)) == (best, brute_force(policy, costs, best)[1])
+                assert len(leaves) == depth and set(leaves) <= {0, 1}
+            chosen.add((depth, sum(leaves)))
+            stood = min(int((random.random(8) < rate).argmin()), depth)
+            policy.update(
+                depth, stood, bool(random.random() < second) if stood < depth and leaves[stood] else None
+            )
+    assert len(chosen) > 8 and any(leaves for _, leaves in chosen) and any(not leaves for _, leaves in chosen)
+
+
+def test_leaves_are_verified_only_where_measured_costs_make_them_win() -> None:
+    """Drafts fall at one place after another, and the next in line stands there half of the time."""
+    for costs, wins in ((FLAT, True), (Costs({1: 10.0, 16: 85.0}, {1: 0.5, 7: 1.0}), False)):
+        policy = CostAware(costs, 7, may_branch=True)
+        for turn in range(60):
+            depth = policy.depth()
+            leaves, stood = policy.leaves(depth), min(turn % 4, depth)
+            policy.update(depth, stood, turn % 8 < 4 if stood < depth and leaves[stood] else None)
+        assert policy.depth() > 0
+        assert (sum(policy.leaves(policy.depth())) > 0) == wins
+        assert ("a tree with" in policy.reason) == wins
+        assert ("a chain" in policy.reason) != wins
+
+
+def test_a_runner_up_that_never_stands_is_left_out_and_looked_at_again() -> None:
+    policy, costs = CostAware(FLAT, 1, may_branch=True), []
+    for _ in range(400):
+        costs.append(policy.leaves(1)[0])
+        policy.update(1, 0, False if costs[-1] else None)
+    assert costs[0] == 1 and policy.runners_up[0][0] < 30
+    dear = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.4}, {1: 1.0}), 1, prior=0.5, may_branch=True)
+    looks = []
+    for _ in range(400):
+        looks.append(dear.leaves(1)[0])
+        dear.update(1, 0, False if looks[-1] else None)
+        dear.update(1, 1, None)
+    assert looks[0] == 1 and 0 < sum(looks[20:]) < 80
+
+
+def test_without_leave_to_branch_everything_is_a_chain() -> None:
+    policy = CostAware(FLAT, 7)
+    assert policy.leaves(policy.depth()) == (0,) * policy.depth()
+    assert Adaptive(7).leaves(3) == FixedDepth(3).leaves(3) == (0, 0, 0)
+
+
+def test_a_fixed_number_of_leaves_is_spread_from_the_first_draft_on() -> None:
+    policy = FixedDepth(3, 5)
+    assert [policy.leaves(depth) for depth in range(4)] == [(), (5,), (3, 2), (2, 2, 1)]
+    assert policy.reason == "fixed at 3, a tree with 5 leaves"

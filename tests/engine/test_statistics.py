@@ -1,0 +1,104 @@
+"""Counters of a generation, and how they are told."""
+
+import json
+
+import pytest
+
+from mlx_spec.engine.statistics import Exactness, Statistics
+
+
+def example() -> Statistics:
+    statistics = Statistics(prompt_tokens=10, prompt_seconds=0.5, seconds=1.0)
+    statistics.count_round(drafted=3, accepted=2, emitted=3)
+    statistics.count_timed(0.1, 0.2, 0.1)
+    statistics.count_round(drafted=2, accepted=2, emitted=3)
+    statistics.count_timed(0.0, 0.4, 0.0)
+    statistics.count_round(drafted=0, accepted=0, emitted=1)
+    statistics.depth_reason = "fixed at 3"
+    statistics.exactness = Exactness(True, "rows were compared")
+    return statistics
+
+
+def test_counts_and_rates() -> None:
+    statistics = example()
+    assert (statistics.rounds, statistics.parked_rounds, statistics.tokens) == (3, 1, 7)
+    assert statistics.drafted == [2, 2, 1]
+    assert statistics.accepted == [2, 2, 0]
+    assert statistics.acceptance == [1.0, 1.0, 0.0]
+    assert statistics.accepted_length == pytest.approx(7 / 3)
+    assert statistics.prompt_tps == pytest.approx(20)
+    assert statistics.generation_tps == pytest.approx(7)
+    assert statistics.timed_rounds == 2
+
+
+def test_a_deeper_round_lengthens_the_lists_and_a_shallower_one_does_not() -> None:
+    statistics = Statistics()
+    for drafted, accepted in ((1, 0), (4, 1), (2, 2)):
+        statistics.count_round(drafted, accepted, accepted + 1)
+    assert statistics.drafted == [3, 2, 1, 1]
+    assert statistics.accepted == [2, 1, 0, 0]
+
+
+def test_leaves_are_counted_beside_the_drafts_and_told_where_there_were_some() -> None:
+    statistics = example()
+    statistics.count_round(drafted=2, accepted=1, emitted=3, leaves=2, accepted_leaves=1)
+    statistics.count_round(drafted=2, accepted=0, emitted=1, leaves=3)
+    assert (statistics.leaves, statistics.accepted_leaves) == (5, 1)
+    assert statistics.accepted == [3, 2, 0]
+    assert (statistics.as_dict()["leaves"], statistics.as_dict()["accepted_leaves"]) == (5, 1)
+    assert "Leaves: 1 of 5 stood" in str(statistics).splitlines()
+
+
+def test_shares_of_time_sum_to_one() -> None:
+    shares = example().shares
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares == pytest.approx({"draft": 0.125, "verify": 0.75, "host": 0.125})
+
+
+def test_a_new_statistics_divides_by_nothing() -> None:
+    statistics = Statistics()
+    assert statistics.accepted_length == statistics.prompt_tps == statistics.generation_tps == 0.0
+    assert statistics.acceptance == []
+    assert statistics.shares == {"draft": 0.0, "verify": 0.0, "host": 0.0}
+    assert json.loads(json.dumps(statistics.as_dict()))["rounds"] == 0
+
+
+def test_as_dict_survives_json() -> None:
+    told = example().as_dict()
+    assert json.loads(json.dumps(told)) == told
+    assert told["generation_tokens"] == 7
+    assert told["accepted_length"] == 2.3333
+    assert told["acceptance"] == [1.0, 1.0, 0.0]
+    assert told["time_shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
+    assert (told["timed_rounds"], told["draft_seconds"], told["verify_seconds"]) == (2, 0.1, 0.6)
+    assert told["depth_reason"] == "fixed at 3"
+    assert (told["exact"], told["exact_reason"]) == (True, "rows were compared")
+
+
+def test_the_summary_for_people() -> None:
+    assert str(example()).splitlines() == [
+        "Prompt: 10 tokens, 20.0 tokens/s",
+        "Generation: 7 tokens, 7.0 tokens/s",
+        "Rounds: 3, 2.33 tokens a round",
+        "Acceptance by position: 1.00 1.00 0.00",
+        "Time: draft 12%, verify 75%, host 12%",
+        "Without drafting: 1 of 3 rounds",
+        "Draft depth: fixed at 3",
+        "Exact: yes, rows were compared",
+    ]
+
+
+def test_nothing_is_exact_until_it_is_checked() -> None:
+    statistics = Statistics()
+    assert not statistics.exact
+    assert str(statistics).splitlines()[-1] == "Exact: no, not checked"
+    statistics.exactness = Exactness(True, "")
+    assert statistics.exact
+
+
+def test_the_summary_of_plain_decoding_says_nothing_of_drafts() -> None:
+    statistics = Statistics(prompt_tokens=2, prompt_seconds=1.0, seconds=0.5)
+    statistics.count_round(0, 0, 1)
+    lines = str(statistics).splitlines()
+    assert lines[0] == "Prompt: 2 tokens, 2.0 tokens/s"
+    assert not any(line.startswith(("Acceptance", "Draft depth", "Time")) for line in lines)

@@ -1,0 +1,165 @@
+"""Edges of rounds with trees: what is refused, what is chosen by costs, NaN beside the path, one wait a round."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from ranked_drafter import RankedDrafter, Ranks
+from scripted_drafters import plain, run
+from tiny_models import tiny_target
+
+from mlx_spec.engine.engine import Engine, Request
+from mlx_spec.errors import NonFiniteError, RequestError
+from mlx_spec.engine.draft_policy import Costs
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.target import Target
+
+PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
+SAMPLERS = [Sampling(), Sampling(temp=0.8, seed=5), Sampling(temp=0.8, seed=9, top_k=1, accept="rejection")]
+
+
+@cache
+def target_of(family: str = "llama") -> Target:
+    return tiny_target(family)
+
+
+@cache
+def text_of(sampling: Sampling) -> list[int]:
+    return plain(target_of(), Request(PROMPT, 60, sampling=sampling)).text
+
+
+def scripted(ranks: Ranks, sampling: Sampling = SAMPLERS[0], costs: Costs | None = None) -> Engine:
+    return Engine(target_of(), RankedDrafter(target_of(), text_of(sampling), ranks, taps=(1,)), costs)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"num_draft_tokens": 3, "num_leaves": 13}, "beside an anchor and 3 drafts a pass has 12 rows"),
+        ("llama", {"num_draft_tokens": 3, "num_leaves": -1}, "num_leaves is -1, but beside an anchor"),
+        ("llama", {"num_leaves": 2}, "needs a number of num_draft_tokens too, not None"),
+        ("llama", {"num_draft_tokens": "adaptive", "num_leaves": 2}, "too, not 'adaptive'"),
+        (
+            "qwen3_5",
+            {"num_draft_tokens": 3, "num_leaves": 2},
+            "tiny qwen3_5 has recurrent layers, which step through rows in one order: leave num_leaves out",
+        ),
+    ],
+)
+def test_leaves_that_cannot_be_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    target = target_of(family)
+    engine = Engine(target, RankedDrafter(target, PROMPT, lambda *_: 0))
+    with pytest.raises(RequestError, match=message):
+        engine.start(Request(PROMPT, 10, **changes))
+    assert target.pool.pages_in_use == 0
+
+
+def test_no_leaves_and_plain_decoding_may_be_asked_for_anywhere() -> None:
+    target = target_of("qwen3_5")
+    text = plain(target, Request(PROMPT, 10, num_leaves=3)).text
+    engine = Engine(target, RankedDrafter(target, text, lambda *_: 0), Costs({1: 1.0}, {1: 0.1}))
+    for changes in ({"num_draft_tokens": 2, "num_leaves": 0}, {"num_leaves": 0}, {}):
+        done = run(engine, Request(PROMPT, 10, **changes))
+        assert done.text == text and done.statistics.leaves == 0
+
+
+def test_a_fork_may_have_leaves_of_its_own() -> None:
+    engine = scripted(lambda proposal, index, position: int(index == 1))
+    first = engine.start(Request(PROMPT, 30, 3))
+    second = engine.fork(first, num_leaves=3)
+    lengths = [len(engine.step(generation).tokens) for generation in (first, second)]
+    assert lengths == [2, 3]
+    assert [generation.statistics.leaves for generation in (first, second)] == [0, 3]
+    for generation in (first, second):
+        assert generation.tokens == text_of(SAMPLERS[0])[: len(generation.tokens)]
+        engine.close(generation)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS[:2], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("last_row", "is_tree"), [(11.0, True), (200.0, False)])
+def test_measured_costs_decide_between_a_tree_and_a_chain(
+    last_row: float, is_tree: bool, sampling: Sampling
+) -> None:
+    """The next in line is right wherever the draft is not: leaves pay while rows cost nearly nothing."""
+    engine = scripted(lambda proposal, index, position: position % 3 // 2, sampling)
+    engine.costs = Costs({1: 10.0, 8: 10.5 if is_tree else 40.0, 16: last_row}, {1: 1.0, 7: 9.0})
+    done = run(engine, Request(PROMPT, 40, sampling=sampling))
+    assert done.text == text_of(sampling)[: len(PROMPT) + 40]
+    assert (done.statistics.leaves > 0) == (done.statistics.accepted_leaves > 0) == is_tree
+    assert ("a tree with" in done.statistics.depth_reason) == is_tree
+    assert done.statistics.tokens == done.statistics.rounds + sum(done.statistics.accepted) + (
+        done.statistics.accepted_leaves
+    )
+
+
+def nan_in_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
+    logits = target_of().logits
+
+    def broken(hidden: mx.array) -> mx.array:
+        is_broken = mx.array([row in rows for row in range(hidden.shape[0])])[:, None]
+        return mx.where(is_broken, mx.nan, logits(hidden))
+
+    monkeypatch.setattr(target_of(), "logits", broken)
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("leaves", [0, 3])
+def test_rows_that_do_not_stand_may_hold_nan(
+    sampling: Sampling, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding never computes them. Drafts are right up to the second, whose place a leaf takes."""
+    engine = scripted(lambda proposal, index, position: int(index == 1), sampling)
+    path = [0, 1, 5] if leaves else [0, 1]
+    others = [row for row in range(4 + leaves) if row not in path]
+    generation = engine.start(Request(PROMPT, 30, 3, sampling, num_leaves=leaves))
+    for row in path:
+        with monkeypatch.context() as patch:
+            nan_in_rows(patch, [*others, row])
+            with pytest.raises(NonFiniteError, match="The target logits at position 19 holds NaN or infinity"):
+                engine.step(generation)
+        assert generation.tokens == PROMPT
+    nan_in_rows(monkeypatch, others)
+    assert engine.step(generation).tokens == text_of(sampling)[20 : 20 + len(path)]
+    engine.close(generation)
+
+
+def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(lambda proposal, index, position: (position * position) % 3 % 2, SAMPLERS[1])
+    request = Request(PROMPT, 40, 3, SAMPLERS[1], num_leaves=5)
+    # The constants of its shapes are made once.
+    run(engine, request)
+    generation = engine.start(request)
+    engine.step(generation)  # the first round is timed, so it waits twice
+    calls, evaluate = 0, mx.eval
+
+    def counted(*arrays: Any) -> None:
+        nonlocal calls
+        calls += 1
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    for rounds in range(1, 6):
+        engine.step(generation)
+        assert calls == rounds
+    monkeypatch.undo()
+    assert generation.statistics.accepted_leaves > 0
+    engine.close(generation)
+
+
+def test_graphs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each number of rows, however they branch; MLX's operations stand in for a device's."""
+    target, made = tiny_target("llama"), []
+    monkeypatch.setattr("mlx_spec.target.target.is_traceable", lambda: True)
+
+    def compiled(graph: Callable[..., Any]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(mx, "compile", compiled)
+    sequence, tokens = target.open(), mx.array([1, 2, 3, 4], dtype=mx.int32)
+    for paths in (None, [[0], [0, 1], [0, 2], [0, 3]], [[0], [0, 1], [0, 1, 2], [0, 3]], None):
+        mx.eval(target.forward([(sequence, tokens)], paths=paths).kv)
+    assert len(made) == 2
