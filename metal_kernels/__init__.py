@@ -15,7 +15,7 @@ from metal_kernels.gated_delta_rows import Gates as Gates
 from metal_kernels.gated_delta_rows import gated_delta_advance as gated_delta_advance
 from metal_kernels.gated_delta_rows import gated_delta_replay as gated_delta_replay
 from metal_kernels.implementations import is_traceable as is_traceable
-from metal_kernels.linear_rows import MAX_ROWS as MAX_ROWS
+from metal_kernels.linear_rows import MAX_VERIFY_ROWS as MAX_VERIFY_ROWS
 from metal_kernels.linear_rows import Linear as Linear
 from metal_kernels.linear_rows import linear_rows as linear_rows
 from metal_kernels.linear_rows import module_rows as module_rows
@@ -26,5 +26,6 @@ from metal_kernels.norm_rope import context_kv as context_kv
 from metal_kernels.norm_rope import qkv_norm_rope as qkv_norm_rope
 from metal_kernels.rope import Rope as Rope
 from metal_kernels.rope import rope_frequencies as rope_frequencies
+from metal_kernels.row_spans import MAX_CHUNK_ROWS as MAX_CHUNK_ROWS
 from metal_kernels.row_spans import RowSpans as RowSpans
 from metal_kernels.topk_rows import topk_rows as topk_rows

@@ -7,7 +7,7 @@ import mlx.core as mx
 from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
 
-MOST_FLAGS = 4
+MAX_FLAGS = 4
 KERNEL = Kernel(
     "accept_rows",
     inputs=("drafts", "choices", "flags0", "flags1", "flags2", "flags3", "rows"),
@@ -33,9 +33,9 @@ def accept_rows(
             "accept_rows takes drafts [k] and choices [k + 1] in int32, "
             f"not {drafts.shape} {drafts.dtype} and {choices.shape} {choices.dtype}."
         )
-    if len(flags) > MOST_FLAGS or any(flag.dtype != mx.bool_ or not flag.size for flag in flags):
+    if len(flags) > MAX_FLAGS or any(flag.dtype != mx.bool_ or not flag.size for flag in flags):
         found = ", ".join(f"{flag.shape} {flag.dtype}" for flag in flags)
-        raise ValueError(f"accept_rows takes at most {MOST_FLAGS} flags, bool and not empty, not {found}.")
+        raise ValueError(f"accept_rows takes at most {MAX_FLAGS} flags, bool and not empty, not {found}.")
     if rows is not None and (rows.shape != (k + 1,) or rows.dtype != mx.bool_):
         raise ValueError(f"accept_rows takes flags of rows in bool [{k + 1}], not {rows.dtype} {rows.shape}.")
     if implementation() == "native":
@@ -57,7 +57,7 @@ def reference_accept_rows(
 
 
 def _native(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array], rows: mx.array | None) -> mx.array:
-    k, missing = drafts.size, MOST_FLAGS - len(flags)
+    k, missing = drafts.size, MAX_FLAGS - len(flags)
     sizes = [flag.size for flag in flags] + [0] * missing
     (outcome,) = KERNEL(
         # An empty buffer cannot be bound (without drafts none is read), and a scalar would not be a pointer.

@@ -34,7 +34,7 @@ COMBINE = Kernel(
     outputs=("out",),
     includes=("attention_splits.metal",),
 )
-MOST_ROWS = 16
+MAX_VERIFY_ROWS = 16
 # Of the kernel: simdgroups of a threadgroup, keys of a tile.
 SIMDGROUPS, TILE = 8, 32
 NO_WINDOW = 2**31 - 1
@@ -128,10 +128,10 @@ def attention_rows(
     call = Call(queries, keys, values, pool, layer, cached, View(scale, window, softcap, sinks, block), paths)
     _check(call)
     is_native, counts = implementation() == "native", cached.counts
-    if is_native and max(counts) <= MOST_ROWS:
+    if is_native and max(counts) <= MAX_VERIFY_ROWS:
         return _native(call)
     outputs = [
-        (_native if is_native and count <= MOST_ROWS else _composed)(call.sequence(index))
+        (_native if is_native and count <= MAX_VERIFY_ROWS else _composed)(call.sequence(index))
         for index, count in enumerate(counts)
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -348,9 +348,9 @@ def _check_cached(cached: Cached, rows: int) -> None:
             raise ValueError(
                 f"starts must be int32 [{sequences + 1}], not {cached.starts.dtype} {cached.starts.shape}."
             )
-        if implementation() != "native" or not 1 <= max(cached.counts) <= MOST_ROWS:
+        if implementation() != "native" or not 1 <= max(cached.counts) <= MAX_VERIFY_ROWS:
             raise ValueError(
-                f"Only the kernel takes starts, for 1 to {MOST_ROWS} rows of a sequence, not {cached.counts}."
+                f"Only the kernel takes starts, for 1 to {MAX_VERIFY_ROWS} rows of a sequence, not {cached.counts}."
             )
     elif min(cached.counts, default=0) < 1 or sum(cached.counts) != rows:
         raise ValueError(f"Counts of at least 1 must add up to the {rows} rows, not {cached.counts}.")

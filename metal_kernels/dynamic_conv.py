@@ -10,7 +10,7 @@ from metal_kernels.launch import Kernel
 
 KERNEL = Kernel("dynamic_conv", inputs=("x", "base", "dynamic", "residual"), outputs=("out",))
 THREADS = 256
-MOST_ROWS = 256
+MAX_REPEATED_ROWS = 256
 
 
 def dynamic_conv(
@@ -29,7 +29,7 @@ def dynamic_conv(
     Source: Z Lab's DFlash2 (``GroupedDynamicCausalConv`` of PyPI ``dflash`` 0.1.0).
     """
     _check(x, base, dynamic, residual, side)
-    if implementation() == "native" and x.size // x.shape[-1] <= MOST_ROWS:
+    if implementation() == "native" and x.size // x.shape[-1] <= MAX_REPEATED_ROWS:
         return _native(x, base, dynamic, residual, side)
     if side is not None:
         base, dynamic = base[side], dynamic[..., side, :, :]
@@ -80,7 +80,7 @@ def _convolve(x: mx.array, base: mx.array, dynamic: mx.array) -> mx.array:
 def _of_channels(shares: mx.array, x: mx.array) -> mx.array:
     """Give each channel of x [..., H] the share [..., G] of its group."""
     size = x.shape[-1] // shares.shape[-1]
-    if x.size // x.shape[-1] <= MOST_ROWS:
+    if x.size // x.shape[-1] <= MAX_REPEATED_ROWS:
         return mx.repeat(shares, size, axis=-1)
     # A product's gradient is a product; a repetition's is a sum of many short rows, which GPUs are slow at.
     return shares @ mx.repeat(mx.eye(shares.shape[-1], dtype=shares.dtype), size, axis=1)

@@ -16,7 +16,7 @@ DENSE = Kernel(
     "gather_gemm_rows", inputs=("x", "weight", "experts"), outputs=("out",), includes=("row_products.metal",)
 )
 # The launch grid's second axis on NVIDIA GPUs.
-MOST_PAIRS = 65535
+MAX_PAIRS = 65535
 
 
 def gather_rows(
@@ -150,9 +150,9 @@ def _check(
             "gather_rows takes experts [R, T] in int32 beside x [R, K] or [R, T, K], "
             f"not {experts.shape} in {experts.dtype} beside {x.shape}."
         )
-    if not experts.size or (experts.size > MOST_PAIRS and implementation() == "native"):
+    if not experts.size or (experts.size > MAX_PAIRS and implementation() == "native"):
         raise ValueError(
-            f"The kernel of gather_rows takes 1 to {MOST_PAIRS} pairs of a row and an expert, not {experts.size}."
+            f"The kernel of gather_rows takes 1 to {MAX_PAIRS} pairs of a row and an expert, not {experts.size}."
         )
     if gated and weight.shape[1] % 2:
         raise ValueError(f"gather_rows: {weight.shape[1]} outputs are no two halves, gates and what they gate.")

@@ -10,7 +10,7 @@ from metal_kernels.gemm_rows import gemm_rows
 from metal_kernels.implementations import implementation
 from metal_kernels.qmm_rows import qmm_rows
 
-MAX_ROWS = 16
+MAX_VERIFY_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Linear:
             start = place.stop
         return (Linear(**whole, packing=parts[0].packing),)
 
-    def rows(self, index: mx.array) -> "Linear":
+    def select_outputs(self, index: mx.array) -> "Linear":
         """Return a copy of the output rows ``index`` [N]."""
         tensors = {name: value[index] for name, value in self.tensors.items()}
         return Linear(**tensors, packing=self.packing)
@@ -123,7 +123,7 @@ def module_rows(x: mx.array, module: nn.Module) -> mx.array:
 def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) -> mx.array:
     rows = x.size // x.shape[-1]
     affine = linear.packing is None or linear.packing.mode == "affine"
-    if rows > MAX_ROWS or not affine or implementation() == "stock":
+    if rows > MAX_VERIFY_ROWS or not affine or implementation() == "stock":
         return _finish(_stock(x, linear), residual, gated)
     flat, bias, packing = x.reshape(rows, -1), linear.bias, linear.packing
     residual = None if residual is None else residual.reshape(rows, -1)

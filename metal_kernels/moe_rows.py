@@ -11,7 +11,7 @@ from mlx import nn
 
 from metal_kernels.gather_rows import gather_rows
 from metal_kernels.implementations import using
-from metal_kernels.linear_rows import MAX_ROWS, Linear, linear_rows
+from metal_kernels.linear_rows import MAX_VERIFY_ROWS, Linear, linear_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def moe_rows(experts: Experts, x: mx.array) -> mx.array:
     if experts.normalised:
         weights = weights / _total(weights)
     chosen = chosen.astype(mx.int32)
-    with using("stock") if x.shape[0] > MAX_ROWS else nullcontext():
+    with using("stock") if x.shape[0] > MAX_VERIFY_ROWS else nullcontext():
         out = _apply(_gated(x, experts.gate_up, chosen), experts.down, chosen)
     return (out * weights[..., None]).sum(axis=-2).astype(x.dtype)
 

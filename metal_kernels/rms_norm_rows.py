@@ -7,7 +7,7 @@ from metal_kernels.implementations import implementation
 from metal_kernels.launch import Kernel
 
 KERNEL = Kernel("rms_norm_rows", inputs=("x", "residual", "weight", "eps"), outputs=("out",))
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 def rms_norm_rows(
@@ -45,7 +45,7 @@ def reference_rms_norm_rows(x: mx.array, weight: mx.array, eps: float) -> mx.arr
 
 def _native(x: mx.array, weight: mx.array, eps: float, residual: mx.array | None) -> tuple[mx.array, mx.array]:
     rows, width = x.shape
-    threads = min(MOST_THREADS, -(-width // 128) * 32)
+    threads = min(MAX_THREADS, -(-width // 128) * 32)
     (out,) = KERNEL(
         [x, x if residual is None else residual, weight, floats(eps)],
         template=[("T", x.dtype), ("WIDTH", width), ("THREADS", threads), ("RESIDUAL", residual is not None)],

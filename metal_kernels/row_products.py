@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-MOST_ROWS = 16
+MAX_VERIFY_ROWS = 16
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 # What the kernels index with an int.
-MOST_WEIGHTS = 1 << 31
+MAX_WEIGHTS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def geometry(rows: int, outputs: int, depth: int, dtype: mx.Dtype, gated: bool) 
 
 def check_rows(name: str, x: mx.array) -> None:
     """Raise ValueError unless x is [R, K] with 1 to 16 rows of floats."""
-    if x.ndim != 2 or not 1 <= x.shape[0] <= MOST_ROWS or x.dtype not in FLOATS:
+    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_VERIFY_ROWS or x.dtype not in FLOATS:
         raise ValueError(
-            f"{name} takes x [R, K] with 1 to {MOST_ROWS} rows in bfloat16, float16 or float32, "
+            f"{name} takes x [R, K] with 1 to {MAX_VERIFY_ROWS} rows in bfloat16, float16 or float32, "
             f"not {x.shape} in {x.dtype}."
         )
 
@@ -65,7 +65,7 @@ def check_dense(name: str, depth: int, dtype: mx.Dtype, weight: mx.array) -> Non
         raise ValueError(
             f"{name} takes weights of {depth} values in {dtype}, like x, not {weight.shape} in {weight.dtype}."
         )
-    if depth % 8 or not weight.size or weight.shape[-2] * depth >= MOST_WEIGHTS:
+    if depth % 8 or not weight.size or weight.shape[-2] * depth >= MAX_WEIGHTS:
         raise ValueError(
             f"{name} takes weights [N, K] whose K is a multiple of 8 and that have 1 to 2^31 - 1 values, "
             f"not {weight.shape}."
@@ -104,7 +104,7 @@ def check_packed(
             f"not {scales.dtype} and {biases.dtype} beside {dtype}."
         )
     # MLX hands inputs of fewer than 8 elements to a kernel in another address space.
-    if weight.size < 8 or weight.shape[-2] * depth >= MOST_WEIGHTS:
+    if weight.size < 8 or weight.shape[-2] * depth >= MAX_WEIGHTS:
         raise ValueError(f"{name} takes at least 8 packed words of up to 2^31 - 1 values, not {weight.shape}.")
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from metal_kernels.constants import ints
 
-MOST_ROWS = 32
+MAX_CHUNK_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class RowSpans:
                 raise ValueError(
                     f"first and count must be int32 [{self.sequences}]; {name} is {value.dtype} {value.shape}."
                 )
-        if not 1 <= self.longest <= min(rows, MOST_ROWS):
+        if not 1 <= self.longest <= min(rows, MAX_CHUNK_ROWS):
             raise ValueError(
-                f"A sequence can have 1 to {MOST_ROWS} of the {rows} rows at a time, not {self.longest}."
+                f"A sequence can have 1 to {MAX_CHUNK_ROWS} of the {rows} rows at a time, not {self.longest}."
             )
 
     def require_like(self, new: "RowSpans") -> None:

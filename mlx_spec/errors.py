@@ -7,8 +7,9 @@ MlxSpecError
 │   └── DrafterMismatch   the drafter was made for another target, or its checkpoint is incomplete
 ├── RequestError          a request cannot be served as asked
 │   └── ContextFull       the sequence does not fit into the context or the page pool
-├── PositionError         a state was asked for a position that it cannot take
-└── NonFiniteError        a stage of the computation produced NaN or infinity
+├── PositionError         a cache or drafter was asked for a position it cannot reach
+├── NonFiniteError        no token can be taken from what was computed: NaN or infinity
+└── DrafterFailure        a draft pass produced NaN or infinity; the engine goes on without drafts
 """
 
 
@@ -41,8 +42,12 @@ class ContextFull(RequestError):
 
 
 class PositionError(MlxSpecError):
-    """A state was asked for a position that it cannot take."""
+    """A cache or drafter was asked for a position it cannot reach."""
 
 
 class NonFiniteError(MlxSpecError):
-    """A stage of the computation produced NaN or infinity."""
+    """No token can be taken from what was computed: it holds NaN or infinity."""
+
+
+class DrafterFailure(MlxSpecError):
+    """A draft pass produced NaN or infinity; the engine goes on without drafts."""

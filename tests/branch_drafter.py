@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
 from mlx_spec.target import Target
 
 # A candidate that leads by this much is chosen by every rule, whatever the noise.
@@ -31,13 +31,13 @@ class BranchState:
 class BranchDrafter:
     """Drafts the text of a state where a lot falls that way, and another token elsewhere.
 
-    Set ``generation.drafting.text`` when the text is known. It asserts that committed rows come without gap.
+    Set ``generation.drafter_state.text`` when the text is known. It asserts that committed rows come without gap.
     """
 
     name = "branches"
 
     def __init__(self, target: Target, share: float = 0.7, max_draft: int = 7) -> None:
-        self.taps, self.max_draft, self.share = (1,), max_draft, share
+        self.target_layer_ids, self.max_draft, self.share = (1,), max_draft, share
         self.vocab_size = target.vocab_size
         self.proposals = 0
 
@@ -50,13 +50,15 @@ class BranchDrafter:
 
     def take(self, state: BranchState, rows: Committed) -> None:
         assert rows.position == state.position, "a gap or an overlap in the committed rows"
-        assert rows.taps.shape[0] == rows.tokens.size
+        assert rows.aux_hidden_states.shape[0] == rows.tokens.size
         state.position += rows.tokens.size
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        return [self.draft(ask.state, ask.anchor, ask.count, ask.choose) for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [
+            self.draft(request.state, request.anchor, request.count, request.sample_draft) for request in requests
+        ]
 
-    def draft(self, state: BranchState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def draft(self, state: BranchState, anchor: int, count: int, choose: SampleDraft) -> Draft:
         assert 1 <= count <= self.max_draft
         self.proposals += 1
         lots = np.random.default_rng([state.position, anchor]).random(count)
@@ -67,7 +69,7 @@ class BranchDrafter:
             token = (right + int(lots[index] > self.share)) % self.vocab_size
             ids = mx.array([token, (token + 1) % self.vocab_size], dtype=mx.int32)
             tokens.append(choose(at, ids, mx.array([LEAD, 0.0]))[0])
-        return Proposal(mx.stack(tokens).astype(mx.int32), mx.zeros((count, 0), dtype=mx.int32))
+        return Draft(mx.stack(tokens).astype(mx.int32), mx.zeros((count, 0), dtype=mx.int32))
 
     def rewind(self, state: BranchState, position: int) -> int:
         state.position = min(state.position, position)
@@ -75,5 +77,5 @@ class BranchDrafter:
 
     def know(self, generation: Any, text: Sequence[int]) -> None:
         """Tell a generation's state the text, where it has a state."""
-        if generation.drafting is not None:
-            generation.drafting.text = text
+        if generation.drafter_state is not None:
+            generation.drafter_state.text = text

@@ -5,14 +5,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_spec.drafters.base import Ask, Choose, Committed, Drafter, Proposal
-from mlx_spec.drafters.dflash2.writer import BlockState
+from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest, SampleDraft
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.writer import BlockState
 
 
-def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
-    """Draft ``count`` tokens behind the anchor of one sequence."""
-    (proposal,) = drafter.propose([Ask(state, anchor, count, choose)])
+def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
+    """Draft ``count`` tokens after the anchor of one sequence."""
+    (proposal,) = drafter.propose([DraftRequest(state, anchor, count, choose)])
     return proposal
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import mlx.core as mx
 from scripted_drafters import ScriptedDrafter, ScriptedState, always_right
 
-from mlx_spec.drafters.base import Choose, Proposal
+from mlx_spec.drafters.base import Draft, SampleDraft
 from mlx_spec.target import Target
 
 Ranks = Callable[[int, int, int], int | None]
 """Where the right token stands: (number of the proposal, index in its block, absolute position) to its rank.
 
-0 is the token that is drafted, 1 the first leaf beside it; None is nowhere."""
+0 is the token that is drafted, 1 the first sibling beside it; None is nowhere."""
 
 CANDIDATES = 16
 # Candidates are this far apart, so that no noise changes their order.
@@ -21,11 +21,13 @@ STEP = 1000.0
 class RankedDrafter(ScriptedDrafter):
     """Drafts from 16 candidates, the right token among them at the rank that is asked for."""
 
-    def __init__(self, target: Target, text: list[int], ranks: Ranks, taps: tuple[int, ...] = ()) -> None:
-        super().__init__(target, text, always_right, taps=taps)
+    def __init__(
+        self, target: Target, text: list[int], ranks: Ranks, target_layer_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(target, text, always_right, target_layer_ids=target_layer_ids)
         self.ranks = ranks
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
         assert anchor == self.text[len(state.tokens)], "the anchor is not the text's next token"
         state.proposals += 1
         rows, scores, tokens, drawn_from = [], [], [], []
@@ -44,6 +46,6 @@ class RankedDrafter(ScriptedDrafter):
             tokens.append(token)
             drawn_from.append(probabilities)
         drawn = None if any(p is None for p in drawn_from) else mx.stack(drawn_from)
-        return Proposal(
+        return Draft(
             mx.stack(tokens).astype(mx.int32), mx.stack(rows), drawn, {"script": mx.array(True)}, mx.stack(scores)
         )

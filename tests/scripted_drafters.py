@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
-from mlx_spec.engine.engine import Engine, Request
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.target import Target
 
@@ -64,21 +64,26 @@ class ScriptedDrafter:
     """Drafts ``text`` (prompt included) where ``script`` says right, and another token where it says wrong.
 
     It asserts what the engine owes a drafter: committed rows come in order without gap or overlap and are the
-    text, taps have their shape, the anchor is the text's next token and the depth is in range. Behind the end of
+    text, target_layer_ids have their shape, the anchor is the text's next token and the depth is in range. Behind the end of
     ``text`` it drafts token 0.
     """
 
     name = "scripted"
 
     def __init__(
-        self, target: Target, text: Sequence[int], script: Script, max_draft: int = 7, taps: tuple[int, ...] = ()
+        self,
+        target: Target,
+        text: Sequence[int],
+        script: Script,
+        max_draft: int = 7,
+        target_layer_ids: tuple[int, ...] = (),
     ) -> None:
         self.text = list(text)
         self.script = script
         self.max_draft = max_draft
-        self.taps = taps
+        self.target_layer_ids = target_layer_ids
         self.vocab_size = target.vocab_size
-        self.tap_width = len(taps) * target.hidden_size
+        self.tap_width = len(target_layer_ids) * target.hidden_size
 
     def open(self, position: int = 0) -> ScriptedState:
         return ScriptedState(self.text[:position], begin=position)
@@ -89,14 +94,16 @@ class ScriptedDrafter:
 
     def take(self, state: ScriptedState, rows: Committed) -> None:
         assert rows.position == len(state.tokens), "a gap or an overlap in the committed rows"
-        assert rows.taps.shape == (rows.tokens.size, self.tap_width)
+        assert rows.aux_hidden_states.shape == (rows.tokens.size, self.tap_width)
         state.tokens += [int(t) for t in np.array(rows.tokens)]
         assert state.tokens == self.text[: len(state.tokens)], "committed rows are not the text"
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        return [self.draft(ask.state, ask.anchor, ask.count, ask.choose) for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [
+            self.draft(request.state, request.anchor, request.count, request.sample_draft) for request in requests
+        ]
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
         assert 1 <= count <= self.max_draft
         assert anchor == self.text[len(state.tokens)], "the anchor is not the text's next token"
         state.proposals += 1
@@ -110,7 +117,7 @@ class ScriptedDrafter:
             candidates.append(ids)
             probabilities.append(drawn_from)
         drawn = None if any(p is None for p in probabilities) else mx.stack(probabilities)
-        return Proposal(mx.stack(chosen).astype(mx.int32), mx.stack(candidates), drawn)
+        return Draft(mx.stack(chosen).astype(mx.int32), mx.stack(candidates), drawn)
 
     def rewind(self, state: ScriptedState, position: int) -> int:
         del state.tokens[position:]

@@ -9,10 +9,10 @@ from one_draft import extend, propose
 from scripted_drafters import Script
 
 from mlx_spec.decoding.accept import rule_for
-from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
 from mlx_spec.drafters.chain import ChainDrafter, ChainState
 from mlx_spec.drafters.kv import ContextKV
-from mlx_spec.engine.engine import Engine, Generation
+from mlx_spec.engine import Engine, Generation
 from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.target import Target
 
@@ -24,14 +24,16 @@ class Steered:
 
     def __init__(self, drafter: ChainDrafter, text: list[int], script: Script) -> None:
         self.drafter, self.text, self.script = drafter, text, script
-        self.taps, self.max_draft = drafter.taps, drafter.max_draft
+        self.target_layer_ids, self.max_draft = drafter.target_layer_ids, drafter.max_draft
         self.open, self.extend, self.rewind = drafter.open, drafter.extend, drafter.rewind
         self.proposals = 0
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        return self.drafter.propose([replace(ask, choose=self.led(ask.state)) for ask in asks])
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return self.drafter.propose(
+            [replace(request, sample_draft=self.led(request.state)) for request in requests]
+        )
 
-    def led(self, state: ChainState) -> Choose:
+    def led(self, state: ChainState) -> SampleDraft:
         """Draw what the script says."""
         self.proposals += 1
 
@@ -47,8 +49,8 @@ class Steered:
 def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> ChainState:
     """The state of a drafter that saw all these tokens in one pass."""
     state, sequence = drafter.open(), target.open()
-    rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.taps)
-    extend(drafter, state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.taps))
+    rows = target.forward([(sequence, mx.array(tokens, dtype=mx.int32))], drafter.target_layer_ids)
+    extend(drafter, state, Committed(0, mx.array(tokens, dtype=mx.int32), rows.aux_hidden_states))
     return state
 
 
@@ -85,14 +87,14 @@ def assert_like_fresh(drafter: ChainDrafter, target: Target, state: ChainState, 
 
 def go_on(engine: Engine, old: Generation, prompt: list[int], keep: int, step: int) -> Generation:
     """Continue a conversation: keep the first ``keep`` positions of its caches and read the rest of ``prompt``."""
-    drafter, sequence, drafting = engine.drafter, old.sequence, old.drafting
+    drafter, sequence, drafting = engine.drafter, old.sequence, old.drafter_state
     keep = drafter.rewind(drafting, keep)
     sequence.rewind(keep)
     request = replace(old.request, prompt=prompt)
 
     def show(rows: Any, tokens: mx.array) -> None:
-        extend(drafter, drafting, Committed(sequence.length - tokens.size, tokens, rows.taps))
+        extend(drafter, drafting, Committed(sequence.length - tokens.size, tokens, rows.aux_hidden_states))
 
-    engine.target.prefill(sequence, prompt[keep:-1], drafter.taps, step, on_rows=show)
+    engine.target.prefill(sequence, prompt[keep:-1], drafter.target_layer_ids, step, on_rows=show)
     rule = rule_for(request.sampling, engine.target.vocab_size)
     return Generation(request, sequence, drafting, rule, FixedDepth(request.num_draft_tokens or 0), list(prompt))

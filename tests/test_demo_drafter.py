@@ -11,14 +11,14 @@ from mlx_lm.utils import load_model
 from one_draft import block, extend, propose
 
 from mlx_spec import Engine, load, stream_generate
+from mlx_spec.checkpoints.tensors import read_tensors
+from mlx_spec.cli import quantize_drafter
+from mlx_spec.cli.generate import main
 from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Committed
-from mlx_spec.checkpoints.tensors import read_tensors
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
-from mlx_spec.cli.generate import main
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.loading.load import fit_to_machine, resolve
 from mlx_spec.target import Target
-from tools import quantize_drafter
 
 pytestmark = pytest.mark.real_model
 
@@ -83,7 +83,7 @@ def test_the_drafter_is_small_and_fits(demo: tuple[Engine, Any]) -> None:
     engine = demo[0]
     assert engine.drafter is not None
     assert engine.drafter.max_draft == 7
-    assert max(engine.drafter.taps) < engine.target.num_layers
+    assert max(engine.drafter.target_layer_ids) < engine.target.num_layers
     assert sum(file.stat().st_size for file in DRAFTERS["dflash2"].iterdir()) < 16e6
 
 
@@ -171,12 +171,12 @@ def test_the_unpacked_checkpoint_drafts_alike_in_the_official_code(
     ours = load_dflash2(plain_folder, target, "plain")
     _, tokenizer = load("demo", None)
     text = tokenizer.encode(PROMPTS[4] + " Buenos días. Count: one, two, three, four, five, six, seven.")
-    taps = target.forward([(target.open(), mx.array(text))], ours.taps).taps
+    aux_hidden_states = target.forward([(target.open(), mx.array(text))], ours.aux_hidden_states).aux_hidden_states
     state, cache, mask = ours.open(), official.make_cache(), ours.config.mask_token_id
 
     paths, start = [], 0
     for end in (12, 16, 17):
-        features, anchor = taps[start:end], text[end]
+        features, anchor = aux_hidden_states[start:end], text[end]
         extend(ours, state, Committed(start, mx.array(text[start:end]), features))
         hidden = block(ours, state, anchor, ours.config.block_size)
         path = propose(ours, state, anchor, ours.max_draft, greedy).tokens.tolist()

@@ -27,11 +27,11 @@ from scripted_drafters import (
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_target
 
-from mlx_spec.drafters.base import Choose, Proposal
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
-from mlx_spec.engine.engine import Engine, Request
-from mlx_spec.engine.draft_policy import Costs
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft, SampleDraft
+from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.engine import Engine, Request
+from mlx_spec.engine.costs import Costs
 from mlx_spec.target import Target
 
 NEW_TOKENS = 50
@@ -65,7 +65,7 @@ SAMPLERS = {
         logit_bias={3: 4.0, 50: -30.0},
     ),
     "coupled, processor": Sampling(temp=0.7, seed=8, logits_processors=(even_tokens_cost_more,)),
-    # top_k 1 leaves one token to draw, so even rejection must give the plain text.
+    # top_k 1 siblings one token to draw, so even rejection must give the plain text.
     "rejection, one token left": Sampling(temp=0.8, seed=9, top_k=1, accept="rejection"),
 }
 SCRIPTS: dict[str, Script] = {
@@ -141,7 +141,7 @@ def test_a_scripted_drafter_changes_no_token(
 ) -> None:
     target, request = target_of(family, bits), request_of(prompt, sampler)
     expected = plain_text(family, bits, prompt, sampler)
-    drafter = ScriptedDrafter(target, expected.text, SCRIPTS[script], taps=(1, 4) if depth % 2 else ())
+    drafter = ScriptedDrafter(target, expected.text, SCRIPTS[script], target_layer_ids=(1, 4) if depth % 2 else ())
     done = run(Engine(target, drafter), with_depth(request, depth))
     assert done.text == expected.text
     assert done.finish_reason == expected.finish_reason == "length"
@@ -206,7 +206,7 @@ def test_a_depth_that_varies_from_round_to_round_changes_no_token(sampler: str, 
         def depth(self) -> int:
             return int(self.random.integers(0, 8))
 
-        def leaves(self, depth: int) -> tuple[int, ...]:
+        def siblings(self, depth: int) -> tuple[int, ...]:
             return (0,) * depth
 
         def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
@@ -215,11 +215,11 @@ def test_a_depth_that_varies_from_round_to_round_changes_no_token(sampler: str, 
 
     target, request = target_of("llama_sliding", None), request_of("windows", sampler)
     expected = plain_text("llama_sliding", None, "windows", sampler)
-    scripted = ScriptedDrafter(target, expected.text, mixture(4), taps=(0,))
+    scripted = ScriptedDrafter(target, expected.text, mixture(4), target_layer_ids=(0,))
     for drafter in (scripted, load_dflash2(drafter_folder, target, "tiny drafter")):
         done = run(Engine(target, drafter), with_depth(request, 7), policy=Varying())
         assert done.text == expected.text
-        assert 0 < done.statistics.parked_rounds < done.statistics.rounds
+        assert 0 < done.statistics.undrafted_rounds < done.statistics.rounds
         assert len(set(done.statistics.drafted)) > 3
         check_counters(done, request)
 
@@ -233,9 +233,9 @@ def test_measured_costs_change_the_depth_but_no_token() -> None:
     done = run(Engine(target, drafter, costs), request)
     assert done.text == expected.text
     assert len(done.rounds[0]) > 4
-    assert done.statistics.parked_rounds > 8
+    assert done.statistics.undrafted_rounds > 8
     assert len(set(done.statistics.drafted)) > 1
-    assert done.statistics.depth_reason.startswith("parked")
+    assert done.statistics.depth_reason.startswith("paused")
     check_counters(done, request)
 
 
@@ -250,7 +250,7 @@ def test_a_drafter_with_the_targets_own_scores_draws_the_targets_tokens() -> Non
     class Twin(ScriptedDrafter):
         """Draws from the target's scores instead of knowing the text."""
 
-        def draft(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
             first = len(state.tokens) + 1
             scores = [
                 logits[at - len(request.prompt)].astype(mx.float32) if at < len(self.text) else mx.zeros((96,))
@@ -258,7 +258,7 @@ def test_a_drafter_with_the_targets_own_scores_draws_the_targets_tokens() -> Non
             ]
             ids = mx.arange(96)
             tokens = mx.stack([choose(first + j, ids, row)[0] for j, row in enumerate(scores)])
-            return Proposal(tokens.astype(mx.int32), mx.stack([ids] * count))
+            return Draft(tokens.astype(mx.int32), mx.stack([ids] * count))
 
     done = run(Engine(target, Twin(target, expected.text, always_right)), with_depth(request, 6))
     assert done.text == expected.text

@@ -21,20 +21,20 @@ from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec import load
-from mlx_spec.drafters.base import Choose, Drafter, Proposal
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.diagnose.rows import RowCheck
+from mlx_spec.drafters.base import Draft, Drafter, SampleDraft
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine.engine import Engine, Request
-from mlx_spec.errors import RequestError
-from mlx_spec.diagnose.rows import RowCheck
-from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.target import Target
 from mlx_spec.drafters.tree import tree_of
+from mlx_spec.engine import Engine, Request
+from mlx_spec.errors import RequestError
+from mlx_spec.target import Target
 
 FAMILIES = [family for family in CONFIGS if family not in HYBRIDS]
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, 90, 110)]
-# The text crosses a page of 32 and leaves the windows of 24 and 40.
+# The text crosses a page of 32 and siblings the windows of 24 and 40.
 PROMPT, NEW_TOKENS = TOKENS[:27], 20
 
 
@@ -50,10 +50,10 @@ SAMPLERS = {
     "coupled": Sampling(temp=0.8, seed=5),
     "coupled, penalties": Sampling(temp=0.8, seed=7, top_k=24, repetition_penalty=1.3, logit_bias={3: 4.0}),
     "coupled, processor": Sampling(temp=0.7, seed=8, logits_processors=(even_tokens_cost_more,)),
-    # top_k 1 leaves one token to draw, so even rejection must give the plain text.
+    # top_k 1 siblings one token to draw, so even rejection must give the plain text.
     "rejection, one token left": Sampling(temp=0.8, seed=9, top_k=1, accept="rejection"),
 }
-# Drafts and leaves.
+# Drafts and siblings.
 SHAPES = [(3, 3), (1, 14), (7, 8), (2, 5), (5, 1), (7, 7), (1, 1)]
 
 
@@ -66,9 +66,9 @@ def lots(seed: int) -> Ranks:
 SCRIPTS: dict[str, Ranks] = {
     "always right": lambda proposal, index, position: 0,
     "always wrong": lambda proposal, index, position: None,
-    "always a leaf": lambda proposal, index, position: 1,
+    "always a sibling": lambda proposal, index, position: 1,
     **{
-        f"a leaf behind {depth}": lambda proposal, index, position, depth=depth: int(index == depth)
+        f"a sibling behind {depth}": lambda proposal, index, position, depth=depth: int(index == depth)
         for depth in range(7)
     },
     "lots 1": lots(1),
@@ -87,15 +87,15 @@ def plain_text(family: str, sampler: str) -> Finished:
 
 
 def request_of(sampler: str, shape: tuple[int, int]) -> Request:
-    return Request(PROMPT, NEW_TOKENS, shape[0], SAMPLERS[sampler], num_leaves=shape[1])
+    return Request(PROMPT, NEW_TOKENS, shape[0], SAMPLERS[sampler], num_sibling_drafts=shape[1])
 
 
 def check_counters(done: Finished) -> None:
     """Every round emits one token of the target's own, and those that stand."""
     statistics = done.statistics
     assert statistics.tokens == sum(map(len, done.rounds)) == NEW_TOKENS
-    assert statistics.tokens == statistics.rounds + sum(statistics.accepted) + statistics.accepted_leaves
-    assert 0 <= statistics.accepted_leaves <= statistics.leaves
+    assert statistics.tokens == statistics.rounds + sum(statistics.accepted) + statistics.accepted_sibling_drafts
+    assert 0 <= statistics.accepted_sibling_drafts <= statistics.sibling_drafts
 
 
 # Every second pair, so that each family meets half of the samplers and each sampler half of the families.
@@ -113,13 +113,13 @@ SCRIPTED = [
 @pytest.mark.parametrize(("family", "sampler", "shape", "script"), SCRIPTED)
 def test_a_scripted_tree_changes_no_token(family: str, sampler: str, shape: tuple[int, int], script: str) -> None:
     target, expected = target_of(family), plain_text(family, sampler)
-    drafter = RankedDrafter(target, expected.text, SCRIPTS[script], taps=(1, 4))
+    drafter = RankedDrafter(target, expected.text, SCRIPTS[script], target_layer_ids=(1, 4))
     done = run(Engine(target, drafter), request_of(sampler, shape))
     assert (done.text, done.finish_reason) == (expected.text, "length")
     check_counters(done)
-    assert done.statistics.leaves > 0
+    assert done.statistics.sibling_drafts > 0
     if script == "always wrong":
-        assert done.statistics.accepted_leaves == 0
+        assert done.statistics.accepted_sibling_drafts == 0
 
 
 def test_the_cases_cover_what_they_should() -> None:
@@ -132,13 +132,13 @@ def test_the_cases_cover_what_they_should() -> None:
 @pytest.mark.parametrize("sampler", ["greedy", "coupled", "rejection, one token left"])
 @pytest.mark.parametrize("depth", range(7))
 def test_a_token_that_stands_only_as_a_leaf_ends_its_path(depth: int, sampler: str) -> None:
-    """Right in the chain up to a depth, there in the leaf alone: the round takes both, and the token behind."""
+    """Right in the chain up to a depth, there in the sibling alone: the round takes both, and the token behind."""
     target, expected = target_of("llama"), plain_text("llama", sampler)
-    drafter = RankedDrafter(target, expected.text, SCRIPTS[f"a leaf behind {depth}"])
+    drafter = RankedDrafter(target, expected.text, SCRIPTS[f"a sibling behind {depth}"])
     done = run(Engine(target, drafter), request_of(sampler, (7, 8)))
     assert done.text == expected.text
     assert [len(tokens) for tokens in done.rounds[:-1]] == [depth + 2] * (len(done.rounds) - 1)
-    assert done.statistics.accepted_leaves >= len(done.rounds) - 2
+    assert done.statistics.accepted_sibling_drafts >= len(done.rounds) - 2
 
 
 @pytest.mark.parametrize("place", range(12))
@@ -146,7 +146,7 @@ def test_a_text_ends_inside_a_path_and_at_its_leaf_where_plain_decoding_ends(pla
     target, whole = target_of("llama"), plain_text("llama", "coupled").text[len(PROMPT) :]
     request = replace(request_of("coupled", (3, 4)), eos_token_ids=frozenset({whole[place]}))
     expected = plain(target, request)
-    drafter = RankedDrafter(target, plain_text("llama", "coupled").text, SCRIPTS["a leaf behind 2"])
+    drafter = RankedDrafter(target, plain_text("llama", "coupled").text, SCRIPTS["a sibling behind 2"])
     done = run(Engine(target, drafter), request)
     assert (done.text, done.finish_reason) == (expected.text, expected.finish_reason)
     assert done.finish_reason == "stop"
@@ -177,13 +177,13 @@ def test_leaves_of_every_drafter_change_no_token(
     done = run(Engine(target, make(tmp_path, target)), request_of(sampler, (3, 12)))
     assert done.text == expected.text
     check_counters(done)
-    # Four leaves beside each draft: the rounds at the end have fewer drafts.
-    assert done.statistics.leaves >= 10 * done.statistics.rounds
+    # Four siblings beside each draft: the rounds at the end have fewer drafts.
+    assert done.statistics.sibling_drafts >= 10 * done.statistics.rounds
 
 
 @cache
 def trained() -> tuple[Engine, Callable[[str], list[int]]]:
-    """A target and a head that were trained, of whose drafts and leaves some stand, and how it reads a text."""
+    """A target and a head that were trained, of whose drafts and siblings some stand, and how it reads a text."""
     folder = Path(__file__).parent / "tiny_pair"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
@@ -203,7 +203,14 @@ def test_a_trained_head_gains_by_leaves_and_gives_the_numbers_of_plain_decoding(
     prompt = encode(text)
     rows, logprobs = RowCheck(engine.target), []
     request = Request(
-        prompt, 40, 3, SAMPLERS[sampler], logprobs=True, top_logprobs=3, num_leaves=6, on_verified=rows.check
+        prompt,
+        40,
+        3,
+        SAMPLERS[sampler],
+        logprobs=True,
+        top_logprobs=3,
+        num_sibling_drafts=6,
+        on_verified=rows.check,
     )
     for each in (request, replace(request, num_draft_tokens=0, on_verified=None)):
         generation, told = engine.start(each), list[Any]()
@@ -215,10 +222,10 @@ def test_a_trained_head_gains_by_leaves_and_gives_the_numbers_of_plain_decoding(
             tree = generation
     assert tree.tokens == generation.tokens
     assert logprobs[0] == logprobs[1] and len(logprobs[0]) == 40
-    assert tree.statistics.accepted_leaves > 0
-    assert "tree with 6 leaves" in tree.statistics.depth_reason
+    assert tree.statistics.accepted_sibling_drafts > 0
+    assert "tree with 6 siblings" in tree.statistics.depth_reason
     assert rows.rows >= 40 and not rows.differences
-    chain = run(engine, replace(request, num_leaves=0, on_verified=None))
+    chain = run(engine, replace(request, num_sibling_drafts=0, on_verified=None))
     assert chain.text == generation.tokens
     assert chain.statistics.rounds > tree.statistics.rounds
 
@@ -226,7 +233,7 @@ def test_a_trained_head_gains_by_leaves_and_gives_the_numbers_of_plain_decoding(
 def test_a_short_exact_answer_may_come_from_a_tree() -> None:
     engine, encode = trained()
     prompt = encode("A round that an exception breaks off")
-    request = Request(prompt, 20, 3, num_leaves=9, top_logprobs=2)
+    request = Request(prompt, 20, 3, num_sibling_drafts=9, top_logprobs=2)
     expected = plain(engine.target, request)
     generation, told = engine.start(request), list[Any]()
     while generation.finish_reason is None:
@@ -234,18 +241,18 @@ def test_a_short_exact_answer_may_come_from_a_tree() -> None:
     engine.close(generation)
     assert generation.tokens == expected.text and len(told) == 20
     assert all(token.top[0][1] == token.logprob for token in told)
-    assert generation.statistics.accepted_leaves > 0
+    assert generation.statistics.accepted_sibling_drafts > 0
 
 
 def test_a_sequence_in_company_drafts_chains() -> None:
     engine, encode = trained()
     prompt = encode("A round that an exception breaks off")
-    request = Request(prompt, 16, 3, num_leaves=9)
+    request = Request(prompt, 16, 3, num_sibling_drafts=9)
     pair = [engine.start(replace(request, prompt=prompt[: len(prompt) - cut])) for cut in (0, 1)]
     engine.step(pair)
-    assert [generation.statistics.leaves for generation in pair] == [0, 0]
+    assert [generation.statistics.sibling_drafts for generation in pair] == [0, 0]
     engine.step(pair[0])
-    assert pair[0].statistics.leaves == 9
+    assert pair[0].statistics.sibling_drafts == 9
     while any(generation.finish_reason is None for generation in pair):
         engine.step(pair)
     for generation in pair:
@@ -258,33 +265,33 @@ class Thicket(RankedDrafter):
 
     parents = (0, 1, 2, 0, 4, 5, 1, 7, 4, 9, 0)
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: Choose) -> Proposal:
+    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
         chain, tree = super().draft(state, anchor, count, choose), tree_of(self.parents)
         if count < max(tree.depths):
             return chain
-        lots, first = np.random.default_rng([state.proposals, 5]).random(tree.rows) < 0.5, len(state.tokens)
+        lots, first = np.random.default_rng([state.proposals, 5]).random(tree.num_rows) < 0.5, len(state.tokens)
         rights = [*self.text[first : first + 4], 0, 0, 0][:4]
         tokens = [
             (rights[depth] + (0 if lots[row] else row)) % self.vocab_size for row, depth in enumerate(tree.depths)
         ]
-        return Proposal(mx.array(tokens[1:], dtype=mx.int32), mx.zeros((tree.rows - 1, 0)), parents=self.parents)
+        return Draft(mx.array(tokens[1:], dtype=mx.int32), mx.zeros((tree.num_rows - 1, 0)), parents=self.parents)
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "greedy, penalties", "coupled", "coupled, processor"])
 def test_a_drafters_own_tree_changes_no_token(sampler: str) -> None:
     target, expected = target_of("llama_sliding"), plain_text("llama_sliding", sampler)
-    drafter = Thicket(target, expected.text, SCRIPTS["always right"], taps=(2,))
-    done = run(Engine(target, drafter), replace(request_of(sampler, (3, 0)), num_leaves=None))
+    drafter = Thicket(target, expected.text, SCRIPTS["always right"], target_layer_ids=(2,))
+    done = run(Engine(target, drafter), replace(request_of(sampler, (3, 0)), num_sibling_drafts=None))
     assert done.text == expected.text
     check_counters(done)
-    assert done.statistics.leaves >= 8 and done.statistics.accepted_leaves > 0
+    assert done.statistics.sibling_drafts >= 8 and done.statistics.accepted_sibling_drafts > 0
 
 
 def test_a_tree_of_more_rows_than_a_pass_has_is_refused_and_nothing_is_lost() -> None:
     target, expected = target_of("llama_sliding"), plain_text("llama_sliding", "greedy")
-    drafter = Thicket(target, expected.text, SCRIPTS["always right"], taps=(2,))
+    drafter = Thicket(target, expected.text, SCRIPTS["always right"], target_layer_ids=(2,))
     engine = Engine(target, drafter)
-    generation = engine.start(replace(request_of("greedy", (3, 0)), num_leaves=None))
+    generation = engine.start(replace(request_of("greedy", (3, 0)), num_sibling_drafts=None))
     drafter.parents = (0, 1, 2, *(0,) * 13)
     with pytest.raises(RequestError, match="proposed 16 tokens, but beside the anchor this pass has 15 rows"):
         engine.step(generation)

@@ -10,8 +10,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from tiny_models import CONFIGS
 
-from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
+from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
 from mlx_spec.target.target import text_config
 
 Tensors = dict[str, mx.array]
@@ -60,8 +60,8 @@ def eagle_tensors(
 ) -> Tensors:
     """Return random tensors of a head, under our names. parts: see PARTS. layers: of the target."""
     mx.random.seed(seed)
-    sizes, contract = read_head_config(config, "tiny"), read_contract(config, version == 3, layers, "tiny")
-    head = EagleHead(sizes, contract, {PARTS[part] for part in parts})
+    sizes, spec = read_head_config(config, "tiny"), read_spec(config, version == 3, layers, "tiny")
+    head = EagleHead(sizes, spec, {PARTS[part] for part in parts})
     if version == 3:
         head.lm_head = nn.Linear(sizes.hidden_size, len(DRAFT_IDS), bias=False)
     tensors = {}

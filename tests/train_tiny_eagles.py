@@ -24,8 +24,8 @@ from tiny_folders import TOKENS, write_tokenizer
 from train_tiny_pair import texts
 from transformers import PreTrainedTokenizerFast
 
-from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
+from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
 from tools.chain_loss import every_anchor, loss, standing
 from tools.eagle_chains import chains
 from tools.teacher import Frozen, run_target
@@ -84,15 +84,17 @@ class Drafting(nn.Module):
         super().__init__()
         config, self.fused = CONFIGS[kind], kind == "eagle3"
         self.sizes = read_head_config(config, kind)
-        self.contract = read_contract(config, self.fused, TARGET["num_hidden_layers"], kind)
-        self.head = EagleHead(self.sizes, self.contract, PARTS[kind])
+        self.spec = read_spec(config, self.fused, TARGET["num_hidden_layers"], kind)
+        self.head = EagleHead(self.sizes, self.spec, PARTS[kind])
         if self.fused:
             self.head.lm_head = nn.Linear(TARGET["hidden_size"], DRAFT_VOCAB, bias=False)
 
-    def outputs(self, embedding: mx.array, tokens: mx.array, taps: mx.array, hidden: mx.array) -> list[mx.array]:
+    def outputs(
+        self, embedding: mx.array, tokens: mx.array, aux_hidden_states: mx.array, hidden: mx.array
+    ) -> list[mx.array]:
         """Run chains from every row."""
-        read = taps if self.fused else hidden
-        return chains(self.head, self.contract, self.sizes, embedding, tokens, read, every_anchor(tokens), CHAIN)
+        read = aux_hidden_states if self.fused else hidden
+        return chains(self.head, self.spec, self.sizes, embedding, tokens, read, every_anchor(tokens), CHAIN)
 
     def frozen(self, embedding: mx.array, ids: mx.array) -> Frozen:
         """Return the target's part of the loss, over ``ids`` in EAGLE-3 and the whole vocabulary in EAGLE-1."""
@@ -124,13 +126,18 @@ class Trio(nn.Module):
     def losses(self, tokens: mx.array, ids: mx.array) -> mx.array:
         """Sum of the language model's loss and the heads', over sequences [N, S]."""
         embedding = self.target.model.embed_tokens.weight
-        hidden, taps = run_target(self.target, tokens, self.heads["eagle3"].contract.taps)
+        hidden, aux_hidden_states = run_target(self.target, tokens, self.heads["eagle3"].spec.target_layer_ids)
         total = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
-        embedding, taps, hidden = (mx.stop_gradient(x) for x in (embedding, taps, hidden))
+        embedding, aux_hidden_states, hidden = (
+            mx.stop_gradient(x) for x in (embedding, aux_hidden_states, hidden)
+        )
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
         anchors = every_anchor(tokens)
         for each in self.heads.values():
-            frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, taps, hidden)
+            frozen, outputs = (
+                each.frozen(embedding, ids),
+                each.outputs(embedding, tokens, aux_hidden_states, hidden),
+            )
             total += loss(outputs, each.score(frozen), frozen, tokens, lengths, anchors, hidden, hard=0.5)
         return total
 
@@ -192,10 +199,10 @@ def main() -> None:
     ids = mx.array(np.sort(frequent).astype(np.int32))
     trio = train(parser.parse_args().steps, data, ids)
     tokens = mx.array(data[: 32 * LENGTH].reshape(32, LENGTH).astype(np.int32))
-    hidden, taps = run_target(trio.target, tokens, trio.heads["eagle3"].contract.taps)
+    hidden, aux_hidden_states = run_target(trio.target, tokens, trio.heads["eagle3"].spec.target_layer_ids)
     embedding = trio.target.model.embed_tokens.weight
     for kind, each in trio.heads.items():
-        frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, taps, hidden)
+        frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, aux_hidden_states, hidden)
         ends, anchors = mx.full((32,), LENGTH), every_anchor(tokens)
         stands = np.array(standing(outputs, each.score(frozen), frozen, tokens, ends, anchors))
         print(kind, "share of chains that stand that far:", [float((stands > k).mean()) for k in range(CHAIN)])

@@ -26,9 +26,9 @@ from tiny_folders import TOKENS, write_tokenizer
 from tiny_heads import zero_centred
 from transformers import PreTrainedTokenizerFast
 
-from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
+from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.target.layers import is_recurrent
 from tools.chain_loss import every_anchor, loss, standing
 from tools.mtp_chains import chains

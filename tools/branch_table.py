@@ -19,13 +19,13 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 from metal_kernels.implementations import implementation
-from mlx_spec.measure.costs import as_json
-from mlx_spec.engine.engine import Engine, Generation, Request
-from mlx_spec.errors import MlxSpecError
-from mlx_spec.cli.generate import draft_tokens
-from mlx_spec.loading.load import load
-from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.cli.bench import HELD_OUT, read_prompts
+from mlx_spec.cli.generate import draft_tokens
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.errors import MlxSpecError
+from mlx_spec.loading.load import load
+from mlx_spec.measure.costs import as_json
 
 LANES = ("mlx-lm", "plain", "drafted")
 

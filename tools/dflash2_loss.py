@@ -22,7 +22,7 @@ def block_hidden(
     tokens: mx.array,
     anchors: mx.array,
     rows: mx.array,
-    taps: mx.array,
+    aux_hidden_states: mx.array,
 ) -> mx.array:
     """Run every block of a batch: final-normed hidden states [N, A, B, H].
 
@@ -32,7 +32,7 @@ def block_hidden(
     ids = mx.full((n, a, b), config.mask_token_id, dtype=mx.int32)
     ids[:, :, 0] = mx.take_along_axis(tokens, anchors, axis=1)
     x = frozen.embedding[ids].reshape(n * a, b, -1)
-    context = model.context(taps)
+    context = model.context(aux_hidden_states)
     # Committed positions before the anchor, then the rows of the own block that exist.
     past = mx.broadcast_to((mx.arange(size) < anchors[..., None])[:, :, None], (n, a, b, size))
     own = mx.broadcast_to((mx.arange(b) < rows[..., None])[:, :, None], (n, a, b, b))
@@ -131,7 +131,7 @@ def loss(
     rows: mx.array,
     final_hidden: mx.array,
     expected: mx.array,
-    taps: mx.array,
+    aux_hidden_states: mx.array,
     hard: float,
 ) -> mx.array:
     """Loss of a batch: the unary logits and the selector, both against the teacher.
@@ -146,7 +146,7 @@ def loss(
     counts = exists & (gold_index >= 0)
     gold_index = mx.maximum(gold_index, 0)
 
-    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
+    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, aux_hidden_states)[:, :, 1:]
     logits = mx.stop_gradient(frozen.score(hidden))
     k = config.selector_top_k
     found = best_tokens(logits, k)
@@ -197,11 +197,11 @@ def drafts_standing(
     tokens: mx.array,
     lengths: mx.array,
     anchors: mx.array,
-    taps: mx.array,
+    aux_hidden_states: mx.array,
 ) -> mx.array:
     """Return how many drafts stand behind each anchor [N, A] of a batch, up to the end of the sequence."""
     rows = mx.full(anchors.shape, config.block_size, dtype=mx.int32)
-    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
+    hidden = block_hidden(model, config, frozen, tokens, anchors, rows, aux_hidden_states)[:, :, 1:]
     flat = hidden.reshape(-1, *hidden.shape[2:])
     first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     path = walk_blocks(model, config, frozen, flat, first)

@@ -2,37 +2,39 @@
 
 import mlx.core as mx
 
-from mlx_spec.drafters.eagle.spec import Contract, HeadConfig
 from mlx_spec.drafters.eagle.head import EagleHead
+from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig
 from tools.chain_loss import attend, project, token_behind
 from tools.teacher import gather_rows
 
 
-def features(head: EagleHead, contract: Contract, taps: mx.array) -> mx.array:
+def features(head: EagleHead, spec: EagleSpec, aux_hidden_states: mx.array) -> mx.array:
     """Turn the target's hidden states [N, R, T * H] into what the head reads, [N, R, H]."""
-    if not contract.fused:
-        return taps
+    if not spec.fused:
+        return aux_hidden_states
     if "input_norm" in head:
-        taps = head.input_norm(taps)
+        aux_hidden_states = head.input_norm(aux_hidden_states)
     if "fc_norm" in head:
-        parts = mx.split(taps, len(head.fc_norm), axis=-1)
-        taps = mx.concatenate([norm(part) for norm, part in zip(head.fc_norm, parts, strict=True)], axis=-1)
-    return head.fc(taps) if "fc" in head else taps
+        parts = mx.split(aux_hidden_states, len(head.fc_norm), axis=-1)
+        aux_hidden_states = mx.concatenate(
+            [norm(part) for norm, part in zip(head.fc_norm, parts, strict=True)], axis=-1
+        )
+    return head.fc(aux_hidden_states) if "fc" in head else aux_hidden_states
 
 
 def chains(
     head: EagleHead,
-    contract: Contract,
+    spec: EagleSpec,
     config: HeadConfig,
     embedding: mx.array,
     tokens: mx.array,
-    taps: mx.array,
+    aux_hidden_states: mx.array,
     anchors: mx.array,
     steps: int,
 ) -> list[mx.array]:
     """Run a chain of ``steps`` behind every anchor [N, A], each step with the token that came.
 
-    embedding: [V, H]. tokens: [N, S], taps: [N, S, T * H] of the target. Returns for each step [N, A, H], what the
+    embedding: [V, H]. tokens: [N, S], aux_hidden_states: [N, S, T * H] of the target. Returns for each step [N, A, H], what the
     output head reads; that of step j is for token anchor + j + 1.
     """
     layer = head.layers[0]
@@ -40,18 +42,18 @@ def chains(
 
     def read(token: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
         embedded = embedding[token]
-        if not contract.fused:
+        if not spec.fused:
             x = head.fc(mx.concatenate([embedded, hidden], axis=-1))
             return x, x
         normed = layer.hidden_norm(hidden)
         x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
-        return x, normed if contract.norm_before_residual else hidden
+        return x, normed if spec.norm_before_residual else hidden
 
     # Row i holds hidden state i and token i + 1.
     places, own, out = anchors - 1, list[tuple[mx.array, mx.array]](), list[mx.array]()
-    x, _ = read(tokens[:, 1:], features(head, contract, taps[:, :-1]))
+    x, _ = read(tokens[:, 1:], features(head, spec, aux_hidden_states[:, :-1]))
     _, *context, _ = project(layer.self_attn, heads, x)
-    hidden = features(head, contract, gather_rows(taps, places))
+    hidden = features(head, spec, gather_rows(aux_hidden_states, places))
     for step in range(steps):
         x, residual = read(token_behind(tokens, anchors, step), hidden)
         queries, key, value, _ = project(layer.self_attn, heads, x, places + step)
@@ -60,5 +62,5 @@ def chains(
         x = residual + layer.self_attn.o_proj(attend(queries, tuple(context), own, places))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         out.append(head.norm(x) if "norm" in head else x)
-        hidden = out[-1] if contract.norm_output else x
+        hidden = out[-1] if spec.norm_output else x
     return out

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tqdm import tqdm
 
 from metal_kernels.implementations import implementation
-from mlx_spec.target import Sequence, Target
+from mlx_spec.target import Target
 from tools.random_models import CONFIGS, random_model
 
 
@@ -91,7 +91,7 @@ def rewind(cache: list[Any], count: int, states: list[list[mx.array]]) -> None:
 
 
 def our_ms(
-    target: Target, sequence: Sequence, tokens: list[int], rows: list[int], repeats: int
+    target: Target, sequence: CachedSequence, tokens: list[int], rows: list[int], repeats: int
 ) -> dict[int, float]:
     """Time our pass, logits included, of each row count behind a cached context."""
 
@@ -102,7 +102,7 @@ def our_ms(
     return {count: timed(lambda count=count: run(count), repeats) for count in rows}
 
 
-def equal_rows(target: Target, sequence: Sequence, tokens: list[int]) -> list[int]:
+def equal_rows(target: Target, sequence: CachedSequence, tokens: list[int]) -> list[int]:
     """Return the row counts, of 1 to 16, whose logits equal those of one row after another, bit for bit."""
     alone, single = sequence.fork(), []
     for token in tokens[:16]:
@@ -119,7 +119,7 @@ def equal_rows(target: Target, sequence: Sequence, tokens: list[int]) -> list[in
     return equal
 
 
-def rounds(target: Target, sequence: Sequence, tokens: list[int], repeats: int) -> dict[str, float]:
+def rounds(target: Target, sequence: CachedSequence, tokens: list[int], repeats: int) -> dict[str, float]:
     """Time rounds that verify 8 rows and commit 4 of them; also the memory they need beside what is held."""
     rows, times, held = mx.array(tokens[:8], dtype=mx.int32), [], 0
     for i in range(repeats + 3):
@@ -157,7 +157,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     room = 4 * (args.repeats + 3) + 64
     target = Target(
-        model, config, name, max_kv_size=max(args.context, sum(sorted(args.contexts)[-1:]) + room) + room
+        model, config, name, max_cached_tokens=max(args.context, sum(sorted(args.contexts)[-1:]) + room) + room
     )
     sequence = target.open()
     tokens = prompt(config, args.context + 16)

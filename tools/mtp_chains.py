@@ -4,15 +4,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.mtp.spec import Contract
 from mlx_spec.drafters.mtp.head import MTPHead
+from mlx_spec.drafters.mtp.spec import MTPSpec
 from tools.chain_loss import attend, project, token_behind
 from tools.teacher import gather_rows
 
 
 def chains(
     head: MTPHead,
-    contract: Contract,
+    spec: MTPSpec,
     config: dict[str, Any],
     embedding: mx.array,
     tokens: mx.array,
@@ -29,7 +29,7 @@ def chains(
 
     def read(token: mx.array, hidden: mx.array) -> mx.array:
         parts = [head.pre_fc_norm_embedding(embedding[token]), head.pre_fc_norm_hidden(hidden)]
-        return head.fc(mx.concatenate(parts[::-1] if contract.hidden_first else parts, axis=-1))
+        return head.fc(mx.concatenate(parts[::-1] if spec.hidden_first else parts, axis=-1))
 
     # Row i holds hidden state i and token i + 1.
     places, own, out = anchors - 1, list[tuple[mx.array, mx.array]](), list[mx.array]()
@@ -44,5 +44,5 @@ def chains(
         x = x + layer.self_attn.o_proj(attended if gate is None else attended * mx.sigmoid(gate))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         out.append(head.norm(x))
-        hidden = out[-1] if contract.recycles_normed else x
+        hidden = out[-1] if spec.recycles_normed else x
     return out

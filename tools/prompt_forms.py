@@ -56,7 +56,7 @@ sourdough bread; cooking for one; saving money; buying a used car; moving to a n
 training a puppy; raising chickens; painting a room; fixing a bicycle; building a bookshelf; writing a
 novel; keeping a diary; giving a speech; preparing for a job interview; writing a resume; starting a small
 business; working from home; managing a team; running a meeting; planning a wedding; hosting a dinner party;
-organising a bookshelf; cleaning a kitchen; packing for a trip; camping in the rain; hiking in the
+organising a bookshelf; cleaning a kitchen; quantization for a trip; camping in the rain; hiking in the
 mountains; learning to swim; playing chess; taking photographs; drawing portraits; reading more books;
 sleeping better; drinking more water; meditating every day; studying for exams; teaching children to read;
 volunteering; reducing plastic waste; growing tomatoes; making coffee; brewing tea; knitting a scarf; sewing
@@ -214,7 +214,7 @@ ADVICE = [
     "My friend says that {t} is a waste of time. How should I answer?",
     "Write a short speech about {t}.",
     "What would you say to a beginner who gave up on {t}?",
-    "Suggest a daily routine that leaves room for {t}.",
+    "Suggest a daily routine that siblings room for {t}.",
 ]
 
 STORIES = [
@@ -301,7 +301,7 @@ PASSAGE = [
     "Summarise the following text in a few sentences.\n\n{p}",
     "What is this text about?\n\n{p}",
     "Rewrite this text in simple words.\n\n{p}",
-    "Ask three questions about this text and answer them.\n\n{p}",
+    "DraftRequest three questions about this text and answer them.\n\n{p}",
     "{p}\n\nList the key points of the text above.",
     "{p}\n\nContinue this text.",
     "Give this text a title and explain your choice.\n\n{p}",

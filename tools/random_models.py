@@ -84,7 +84,7 @@ def random_model(name: str, bits: int | None, group_size: int = 64, layers: int 
 
 def random_packed(module: nn.Module, rows: int, width: int, bits: int, group_size: int) -> nn.Module:
     """Return the quantised form of a linear or embedding module, of evenly spread packed values around zero."""
-    # A few rows are enough to make the module; packing all of them would take most of the time.
+    # A few rows are enough to make the module; quantization all of them would take most of the time.
     module.weight = mx.zeros((1, width), dtype=mx.bfloat16)
     packed = module.to_quantized(group_size=group_size, bits=bits)
     halves = mx.random.randint(0, 1 << 16, (rows, width * bits // 16)).astype(mx.uint16)

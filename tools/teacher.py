@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# What a wrong draft leaves of the weight of the drafts behind it: decoding never gets to them.
+# What a wrong draft siblings of the weight of the drafts behind it: decoding never gets to them.
 AFTER_A_MISS = 0.3
 # Weight, as an anchor, of a token that the target was sure of; one that it gave no chance weighs one more.
 SURE_ANCHOR = 0.1
@@ -44,14 +44,14 @@ def freeze_target(model: Any, draft_ids: list[int]) -> Frozen:
     return Frozen(embedding, head[ids], ids, mx.array(index))
 
 
-def run_target(model: Any, tokens: mx.array, taps: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """Run mlx-lm's model over padded sequences [N, S]: final hidden states [N, S, H] and taps [N, S, T * H]."""
+def run_target(model: Any, tokens: mx.array, target_layer_ids: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    """Run mlx-lm's model over padded sequences [N, S]: final hidden states [N, S, H] and target_layer_ids [N, S, T * H]."""
     x, kept = model.model.embed_tokens(tokens), {}
     for index, layer in enumerate(model.model.layers):
         x = layer(x, "causal", None)
-        if index in taps:
+        if index in target_layer_ids:
             kept[index] = x
-    return model.model.norm(x), mx.concatenate([kept[t] for t in taps], axis=-1)
+    return model.model.norm(x), mx.concatenate([kept[t] for t in target_layer_ids], axis=-1)
 
 
 def token_shares(frozen: Frozen, tokens: mx.array, hidden: mx.array) -> mx.array:
@@ -72,11 +72,13 @@ def expected_head_rows(frozen: Frozen, logits: mx.array) -> mx.array:
     return mx.softmax(logits, axis=-1, precise=True) @ frozen.head
 
 
-def watch(model: Any, frozen: Frozen, taps: tuple[int, ...]) -> Callable[[mx.array], tuple[mx.array, ...]]:
-    """Return what runs the target over sequences: token shares, final hidden states and taps of each."""
+def watch(
+    model: Any, frozen: Frozen, target_layer_ids: tuple[int, ...]
+) -> Callable[[mx.array], tuple[mx.array, ...]]:
+    """Return what runs the target over sequences: token shares, final hidden states and target_layer_ids of each."""
 
     def see(tokens: mx.array) -> tuple[mx.array, ...]:
-        hidden, tapped = run_target(model, tokens, taps)
+        hidden, tapped = run_target(model, tokens, target_layer_ids)
         return token_shares(frozen, tokens, hidden), hidden, tapped
 
     return see

@@ -1,7 +1,7 @@
 """Train a DFlash 2 drafter for a target, on replies that the target wrote (see ``tools.write_replies``).
 
 The modules that are trained are the modules that are shipped. Weights are kept in float32 and computed with as
-``tools.quantize_drafter`` packs them, so packing costs nothing. Matrices of the layers learn by Muon, the rest by
+``mlx_spec.quantize_drafter`` packs them, so quantization costs nothing. Matrices of the layers learn by Muon, the rest by
 AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run over several GPUs.
 """
 
@@ -19,12 +19,12 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
+from mlx_spec.cli.quantize_drafter import plain_tensors, published_names
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.drafter import native_names
+from mlx_spec.drafters.dflash2.load import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import dflash2_loss as dflash2
-from mlx_spec.cli.quantize_drafter import plain_tensors, published_names
 from tools.teacher import Frozen, draw_anchors, expected_head_rows, freeze_target, run_target, watch
 from tools.train_data import Batch, Replies, frequent_tokens, make_batch
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
@@ -45,7 +45,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layers", type=int, default=3, help="decoder layers of the drafter")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
-    add("--taps", type=int, nargs="+", help="target layers to read (default: 6, evenly spread)")
+    add("--target-layer-ids", type=int, nargs="+", help="target layers to read (default: 6, evenly spread)")
     add("--block-size", type=int, default=8, help="rows of a block: the anchor and the drafts")
     add("--selector-rank", type=int, default=64)
     add("--conv-group-size", type=int, default=16)
@@ -57,7 +57,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def drafter_config(args: argparse.Namespace, target: dict[str, Any], tokenizer: Any, draft_ids: list[int]) -> dict:
     """Return the ``config.json`` of the drafter, in the native layout."""
     depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
-    taps = args.taps or [round(1 + i * (depth - 3) / 5) for i in range(6)]
+    aux_hidden_states = args.target_layer_ids or [round(1 + i * (depth - 3) / 5) for i in range(6)]
     return {
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
@@ -85,7 +85,7 @@ def drafter_config(args: argparse.Namespace, target: dict[str, Any], tokenizer: 
             "mask_token_id": mask_token(args.mask_token, tokenizer),
             "selector_rank": args.selector_rank,
             "selector_top_k": 16,
-            "target_layer_ids": taps,
+            "target_layer_ids": aux_hidden_states,
             "draft_token_ids": draft_ids,
         },
     }
@@ -148,8 +148,10 @@ def acceptance(
         most = int((batch.lengths - batch.firsts).max()) - 1
         places = np.minimum(batch.firsts[:, None] + np.arange(most), batch.lengths[:, None] - 2)
         tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, places))
-        _, taps = run_target(target, tokens, config.target_layer_ids)
-        standing = np.array(dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, taps))
+        _, aux_hidden_states = run_target(target, tokens, config.target_layer_ids)
+        standing = np.array(
+            dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, aux_hidden_states)
+        )
         for row, length, first in zip(standing, batch.lengths, batch.firsts, strict=True):
             left = length - 1 - np.arange(first, length - 1)
             stood = row[: len(left), None] >= steps, left[:, None] >= steps
@@ -184,8 +186,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     watched = watch(target, frozen, config.target_layer_ids)
 
     def see(tokens: mx.array) -> tuple[mx.array, ...]:
-        shares, hidden, taps = watched(tokens)
-        return shares, hidden, expected_head_rows(frozen, frozen.score(hidden)), taps
+        shares, hidden, aux_hidden_states = watched(tokens)
+        return shares, hidden, expected_head_rows(frozen, frozen.score(hidden)), aux_hidden_states
 
     def loss(
         tokens: mx.array,
@@ -194,12 +196,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         shares: mx.array,
         hidden: mx.array,
         expected: mx.array,
-        taps: mx.array,
+        aux_hidden_states: mx.array,
         rows: mx.array,
     ) -> mx.array:
         anchors = draw_anchors(shares, lengths, firsts, rows.shape[1])
         places = tokens, lengths, anchors, rows
-        return dflash2.loss(model, config, frozen, *places, hidden, expected, taps, args.hard)
+        return dflash2.loss(model, config, frozen, *places, hidden, expected, aux_hidden_states, args.hard)
 
     def draw(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
         shape = len(batch.tokens), anchor_count(args, batch.tokens)

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
-from mlx_spec.drafters.eagle.spec import Contract, HeadConfig, read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
+from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig, read_head_config, read_spec
 from mlx_spec.drafters.eagle.tensors import head_tensors
 from tools import chain_loss
 from tools.chain_acceptance import accepted_length, standing_drafts, told
@@ -46,7 +46,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--chain", type=int, default=5, help="steps that each chain is trained for")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
-    add("--taps", type=int, nargs="+", help="target layers whose output is read (default: 4, evenly spread)")
+    add(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="target layers whose output is read (default: 4, evenly spread)",
+    )
     add("--draft-vocab", type=int, default=8192, help="tokens of the head's own vocabulary, most frequent first")
     add("--target-head", action="store_true", help="score with the target's output head, and have none of its own")
     return parser
@@ -55,7 +60,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
     """Return the ``config.json`` of the head, in the layout of the ``speculators`` library."""
     depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
-    taps = args.taps or [round(1 + i * (depth - 3) / 3) for i in range(4)]
+    aux_hidden_states = args.target_layer_ids or [round(1 + i * (depth - 3) / 3) for i in range(4)]
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -66,7 +71,7 @@ def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, A
         "fc_norm": True,
         "norm_output": True,
         # Counted by what layers read.
-        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in aux_hidden_states],
         "transformer_layer_config": {
             "model_type": "llama",
             "hidden_act": "silu",
@@ -87,28 +92,28 @@ def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, A
     }
 
 
-def new_head(config: HeadConfig, contract: Contract, draft_vocab: int | None) -> EagleHead:
+def new_head(config: HeadConfig, spec: EagleSpec, draft_vocab: int | None) -> EagleHead:
     """Build a head with the modules that are trained, an output head over ``draft_vocab`` tokens among them."""
-    head = EagleHead(config, contract, {"fc.weight", "fc_norm.0.weight"})
+    head = EagleHead(config, spec, {"fc.weight", "fc_norm.0.weight"})
     if draft_vocab is not None:
         head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
     return head
 
 
 def initial_head(
-    config: HeadConfig, contract: Contract, frozen: Frozen, norm: mx.array, args: argparse.Namespace
+    config: HeadConfig, spec: EagleSpec, frozen: Frozen, norm: mx.array, args: argparse.Namespace
 ) -> EagleHead:
     """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
 
     norm: weight [H] of the target's final norm.
     """
     draft_vocab, resume = None if args.target_head else frozen.head.shape[0], args.resume
-    head = new_head(config, contract, draft_vocab)
+    head = new_head(config, spec, draft_vocab)
     head.norm.weight = norm.astype(mx.float32)
     if not args.target_head:
         head.lm_head.weight = frozen.head.astype(mx.float32)
     if resume is not None:
-        name, start = str(resume), new_head(config, contract, draft_vocab)
+        name, start = str(resume), new_head(config, spec, draft_vocab)
         tensors = head_tensors(read_tensors(resume, name), name)
         load_tensors(start, {n: v for n, v in tensors.items() if n not in ("d2t", "t2d")}, name)
         plain = tree_flatten(dequantize_model(start).parameters())
@@ -129,7 +134,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
     raw = head_config(args, vars(target.args))
     config = read_head_config(raw, "the new head")
-    contract = read_contract(raw, True, target.args.num_hidden_layers, "the new head")
+    spec = read_spec(raw, True, target.args.num_hidden_layers, "the new head")
     draft_ids = (
         resumed_ids(args.resume)
         if args.resume
@@ -137,7 +142,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     frozen = freeze_target(target, draft_ids)
     mx.random.seed(args.seed)
-    head = initial_head(config, contract, frozen, target.model.norm.weight, args)
+    head = initial_head(config, spec, frozen, target.model.norm.weight, args)
     mx.eval(target.parameters(), frozen.head)
     started = time.perf_counter()
     score = head.get("lm_head") or frozen.score
@@ -148,20 +153,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         firsts: mx.array,
         shares: mx.array,
         hidden: mx.array,
-        taps: mx.array,
+        aux_hidden_states: mx.array,
     ) -> mx.array:
         anchors = draw_anchors(shares, lengths, firsts, anchor_count(args, tokens))
-        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, args.chain)
+        outputs = chains(head, spec, config, frozen.embedding, tokens, aux_hidden_states, anchors, args.chain)
         return chain_loss.loss(outputs, score, frozen, tokens, lengths, anchors, hidden, args.hard)
 
-    history, packed = learn(args, head, watch(target, frozen, contract.taps), loss, replies)
+    history, packed = learn(args, head, watch(target, frozen, spec.target_layer_ids), loss, replies)
     if first_process():
-        save(Path(args.out), raw, config, contract, head, packed, draft_ids)
+        save(Path(args.out), raw, config, spec, head, packed, draft_ids)
     head.update(shipped_weights(head.parameters(), packed))
 
     def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
-        anchors, (_, taps) = every_anchor(tokens), run_target(target, tokens, contract.taps)
-        outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, DEPTH)
+        anchors, (_, aux_hidden_states) = every_anchor(tokens), run_target(target, tokens, spec.target_layer_ids)
+        outputs = chains(head, spec, config, frozen.embedding, tokens, aux_hidden_states, anchors, DEPTH)
         return standing(outputs, score, frozen, tokens, lengths, anchors)
 
     stands = standing_drafts(stand, heldout, args.max_length)
@@ -175,14 +180,14 @@ def save(
     folder: Path,
     raw: dict[str, Any],
     config: HeadConfig,
-    contract: Contract,
+    spec: EagleSpec,
     head: EagleHead,
     packed: dict[str, dict[str, Any]],
     draft_ids: list[int],
 ) -> None:
     """Write the head as the ``speculators`` library names it, packed as trained."""
     folder.mkdir(parents=True, exist_ok=True)
-    shipped = new_head(config, contract, len(draft_ids) if "lm_head" in head else None)
+    shipped = new_head(config, spec, len(draft_ids) if "lm_head" in head else None)
     shipped.update(head.parameters())
     nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
     ids = np.array(draft_ids)

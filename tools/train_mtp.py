@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
-from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
+from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.tensors import head_tensors, norms_lack_one, shift_norms
 from tools import chain_loss
 from tools.chain_acceptance import accepted_length, standing_drafts, told

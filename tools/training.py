@@ -1,6 +1,6 @@
 """The training loop that all drafters share.
 
-Weights are kept in float32 and computed with as ``tools.quantize_drafter`` packs them, so packing costs nothing.
+Weights are kept in float32 and computed with as ``mlx_spec.quantize_drafter`` packs them, so quantization costs nothing.
 Matrices of the layers learn by Muon, the rest by AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run
 over several GPUs.
 """
@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
 from metal_kernels.implementations import using
+from mlx_spec.cli.quantize_drafter import add_packing_arguments, quantization
 from tools.muon import Muon
-from mlx_spec.cli.quantize_drafter import add_packing_arguments, packing
 from tools.train_data import Batch, Replies, batches
 
 # Steps that compile, and are left out when the schedule is fitted to a time limit.
@@ -106,7 +106,7 @@ def learn(
     """
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
-    packed = packing(model, args)
+    packed = quantization(model, args)
     step = make_step(model, loss, optimizer, packed)
     history = fit(args, model, step, optimizer, replies, mx.compile(see), draw)
     mx.eval(model.parameters())
@@ -127,7 +127,7 @@ def facts(history: History, started: float, replies: Replies, model: nn.Module) 
 
 
 def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
-    """Return the weights as they will be computed with: rounded to what packing keeps, gradients passing through.
+    """Return the weights as they will be computed with: rounded to what quantization keeps, gradients passing through.
 
     Codebooks stay in float32, so that the gradients of frequent tokens, sums over many rows, are not rounded away.
     """

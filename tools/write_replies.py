@@ -75,7 +75,7 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def next_tokens(logits: mx.array, num_greedy: int, settings: Settings) -> mx.array:
-    """Choose a token for every row of logits [B, V]: the first `num_greedy` rows take the argmax."""
+    """SampleDraft a token for every row of logits [B, V]: the first `num_greedy` rows take the argmax."""
     chosen = []
     if num_greedy:
         chosen.append(mx.argmax(logits[:num_greedy], axis=-1))

@@ -60,7 +60,7 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
         raise DrafterMismatch(f"{name}: NaN or infinity in {', '.join(sorted(broken)[:8])}; download it again.")
 
 
-def pack_head(head: nn.Module, group_size: int, bits: int, mode: str = "affine") -> None:
+def quantize_head(head: nn.Module, group_size: int, bits: int, mode: str = "affine") -> None:
     """Quantise the matrices of a head, all but the small ones that choose experts."""
 
     def is_packed(path: str, module: nn.Module) -> bool:

@@ -18,15 +18,14 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_spec.measure.costs import as_json
-from mlx_spec.engine.engine import Engine
-from mlx_spec.errors import MlxSpecError
 from mlx_spec.cli.generate import draft_tokens
+from mlx_spec.demo import HELD_OUT
+from mlx_spec.engine import Engine
+from mlx_spec.engine.statistics import Statistics
+from mlx_spec.errors import MlxSpecError
 from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
-from mlx_spec.engine.statistics import Statistics
-
-HELD_OUT = Path(__file__).parent / "heldout40.jsonl"
+from mlx_spec.measure.costs import as_json
 
 
 @dataclass
@@ -41,8 +40,8 @@ class Tally:
     plain_seconds: float = 0.0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    leaves: int = 0
-    accepted_leaves: int = 0
+    siblings: int = 0
+    accepted_siblings: int = 0
 
     def add(self, speculative: Statistics, plain: Statistics | None) -> None:
         """Add one prompt."""
@@ -52,8 +51,8 @@ class Tally:
         self.seconds += speculative.seconds
         self.drafted = add_lists(self.drafted, speculative.drafted)
         self.accepted = add_lists(self.accepted, speculative.accepted)
-        self.leaves += speculative.leaves
-        self.accepted_leaves += speculative.accepted_leaves
+        self.siblings += speculative.sibling_drafts
+        self.accepted_siblings += speculative.accepted_sibling_drafts
         if plain is not None:
             self.plain_tokens += plain.tokens
             self.plain_seconds += plain.seconds
@@ -67,8 +66,8 @@ class Tally:
             "tokens": self.tokens,
             "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
             "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
-            "leaves": self.leaves,
-            "accepted_leaves": self.accepted_leaves,
+            "siblings": self.siblings,
+            "accepted_siblings": self.accepted_siblings,
             "tokens_per_second": round(rate, 2),
             "plain_tokens_per_second": round(plain, 2),
             "ratio": round(rate / plain, 3) if plain else 0.0,
@@ -83,7 +82,7 @@ def add_lists(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mlx_spec.bench", description=__doc__)
     add = parser.add_argument
     add("--model", default="demo", help="demo, a folder or a Hugging Face repo (default: demo)")
     add("--drafter", default="auto", help="folder or repo of the drafter (default: the model's own)")
@@ -96,7 +95,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="use so many prompts only, evenly spread over the file")
     add("--max-tokens", type=int, default=128, help="longest reply (default: 128)")
     add("--draft-tokens", default="auto", help="tokens a round: auto or a number (default: auto)")
-    add("--leaves", type=int, help="verify so many runners-up beside a number of drafts (default: by costs)")
+    add("--siblings", type=int, help="verify so many runners-up beside a number of drafts (default: by costs)")
     add("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
     add("--seed", type=int, default=0)
     add("--accept", choices=("coupled", "rejection"), default="coupled")
@@ -139,7 +138,7 @@ def measure(
     try:
         for item in tqdm(list(items), unit="prompt"):
             tokens, statistics = run_prompt(
-                engine, tokenizer, item, num_draft_tokens=depth, num_leaves=args.leaves, **options
+                engine, tokenizer, item, num_draft_tokens=depth, num_sibling_drafts=args.siblings, **options
             )
             plain = None
             if not args.no_plain:
@@ -164,15 +163,15 @@ def print_table(result: dict[str, Any]) -> None:
         )
     for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
         print(f"position {position}: {share:.3f} of the drafts that far stood")
-    if leaves := result["kinds"].get("all", {}).get("leaves"):
-        print(f"leaves: {result['kinds']['all']['accepted_leaves']} of {leaves} stood")
+    if siblings := result["kinds"].get("all", {}).get("siblings"):
+        print(f"siblings: {result['kinds']['all']['accepted_siblings']} of {siblings} stood")
     if result["compared_replies"]:
         print(f"replies equal to plain decoding: {result['equal_replies']} of {result['compared_replies']}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit status 1 when a reply differs that must not, 2 when it could not run."""
-    args = setup_arg_parser().parse_args()
+    args = setup_arg_parser().parse_args(argv)
     try:
         engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=True)
         started = time.perf_counter()

@@ -12,15 +12,15 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from metal_kernels import MAX_ROWS
+from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.cases import CASES, TIMED
 from metal_kernels.implementations import VARIABLE, implementation, using
 from metal_kernels.launch import can_launch
 from metal_kernels.self_check import Finding, check
 from metal_kernels.timing import call_ms
+from mlx_spec.diagnose.rows import check_rows
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import chosen_kernels, load
-from mlx_spec.diagnose.rows import check_rows
 
 TIMED_ROWS = (1, 2, 4, 8, 16)
 
@@ -104,8 +104,8 @@ def model_rows(name: str) -> dict[str, Any]:
     """Compare passes of 1 to 16 rows of a model with one row at a time. Raises ModelError."""
     engine, _ = load(name, None, progress=sys.stderr.isatty())
     with using(engine.kernels):
-        checked = check_rows(engine.target, range(1, MAX_ROWS + 1))
-        bar = tqdm(checked, desc=f"passes of {name}", total=MAX_ROWS, leave=False, disable=None)
+        checked = check_rows(engine.target, range(1, MAX_VERIFY_ROWS + 1))
+        bar = tqdm(checked, desc=f"passes of {name}", total=MAX_VERIFY_ROWS, leave=False, disable=None)
         failures = [f"{name}, {difference}" for difference in bar if difference is not None]
     return {"name": name, "failures": failures}
 

@@ -1,6 +1,6 @@
 """Write the MTP head of a model into a folder of its own, for conversions of the model that leave it out.
 
-    python -m tools.extract_mtp --model Qwen/Qwen3.5-4B --out Qwen3.5-4B-mtp --bits 4
+    python -m mlx_spec.extract_mtp --model Qwen/Qwen3.5-4B --out Qwen3.5-4B-mtp --bits 4
     python -m mlx_spec.generate --model mlx-community/Qwen3.5-4B-4bit --drafter Qwen3.5-4B-mtp
 
 Of a repo only the files that hold the head are fetched. What is written has the layout of mlx-community's heads:
@@ -18,19 +18,19 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoints.config import read_config
-from mlx_spec.checkpoints.tensors import load_tensors, pack_head, read_files
-from mlx_spec.drafters.mtp.spec import contract_of, plain_type
+from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
 from mlx_spec.drafters.mtp.load import build_head, layer_config, no_head
-from mlx_spec.drafters.mtp.source import head_files
+from mlx_spec.drafters.mtp.source import head_files, layers_of
+from mlx_spec.drafters.mtp.spec import plain_type, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch, MlxSpecError
-from mlx_spec.loading.load import layers_of, resolve_drafter
+from mlx_spec.loading.drafter import resolve_drafter
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.extract_mtp",
+        prog="python -m mlx_spec.extract_mtp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,18 +45,18 @@ def extract(model: str, out: Path, bits: int | None, group_size: int) -> dict[st
     """Write the head and return what was written. Raises ModelError."""
     place = resolve_drafter(model, progress=sys.stderr.isatty())
     config = read_config(place, model, "model", DrafterMismatch)
-    contract, layer, layers = contract_of(config, model), layer_config(config), layers_of(config)
-    tensors = head_tensors(read_files(head_files(place, contract, layers, model), model), contract, layers, model)
+    spec, layer, layers = spec_of(config, model), layer_config(config), layers_of(config)
+    tensors = head_tensors(read_files(head_files(place, spec, layers, model), model), spec, layers, model)
     if not tensors:
         raise DrafterMismatch(no_head(model))
     d2t, head = tensors.pop("d2t", None), build_head(layer, tensors, model)
     load_tensors(head, tensors, model)
     written: dict[str, Any] = {"model_type": f"{plain_type(config.get('model_type'))}_mtp", "text_config": layer}
     if bits is not None:
-        pack_head(head, group_size, bits)
+        quantize_head(head, group_size, bits)
         written["quantization"] = {"group_size": group_size, "bits": bits}
     save_head(out, written, head, d2t)
-    return {"out": str(out), "family": contract.family, "bytes": (out / "model.safetensors").stat().st_size}
+    return {"out": str(out), "family": spec.family, "bytes": (out / "model.safetensors").stat().st_size}
 
 
 def save_head(folder: Path, config: dict[str, Any], head: nn.Module, d2t: mx.array | None) -> None:

@@ -5,16 +5,15 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from types import ModuleType
 from typing import Any, Literal
 
 from tqdm import tqdm
 
-from mlx_spec.errors import MlxSpecError, RequestError
-from mlx_spec.generate.stream import GenerationResponse, generate, make_sampling, stream_generate
-from mlx_spec.loading.load import load
-from mlx_spec.diagnose.rows import RowCheck
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.diagnose.rows import RowCheck
+from mlx_spec.errors import MlxSpecError, RequestError
+from mlx_spec.generate.stream import GenerationResponse, make_sampling, stream_generate
+from mlx_spec.loading.load import load
 
 # A prompt that prefills in fewer chunks than this needs no progress bar.
 BAR_FROM_CHUNKS = 2
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         draft_vocab=args.draft_vocab if drafter else None,
         draft_bits=args.draft_bits if drafter else None,
         exact=args.exact == "on",
-        max_kv_size=args.max_kv_size,
+        max_cached_tokens=args.max_cached_tokens,
         progress=sys.stderr.isatty(),
     )
     for token in args.extra_eos_token:
@@ -216,7 +215,7 @@ def chat_prompt(tokenizer: Any, text: str, args: argparse.Namespace) -> str | li
 
 
 class PrefillBar:
-    """A progress bar on standard error while a long prompt is read; it leaves nothing behind."""
+    """A progress bar on standard error while a long prompt is read; it siblings nothing behind."""
 
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
@@ -268,14 +267,6 @@ def print_summary(last: GenerationResponse, form: str) -> None:
         return
     print(f"{'=' * 10}\n{last.statistics}\nPeak memory: {last.peak_memory:.3f} GB", file=sys.stderr)
 
-
-class CallableModule(ModuleType):
-    """Callable, because an import puts this module in the place of the function ``mlx_spec.cli.generate``."""
-
-    __call__ = staticmethod(generate)
-
-
-sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     with suppress(BrokenPipeError):

@@ -7,6 +7,7 @@ packed. Other programs that read only plain tensors take what ``--dequantize`` w
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
-from mlx_spec.drafters.dflash2.drafter import native_names
+from mlx_spec.drafters.dflash2.load import native_names
 from mlx_spec.errors import DrafterMismatch
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.quantize_drafter", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mlx_spec.quantize_drafter", description=__doc__)
     parser.add_argument("source", type=Path, help="folder of the checkpoint")
     parser.add_argument("out", type=Path, help="folder to write")
     add_packing_arguments(parser)
@@ -42,7 +43,7 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=64, choices=(32, 64, 128), help="weights a scale (64)")
 
 
-def packing(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def quantization(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the group size and the bits of every module that is packed, by its path."""
     return {
         path: {
@@ -57,18 +58,20 @@ def packing(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[str, A
 def plain_tensors(model: nn.Module) -> dict[str, mx.array]:
     """Return a module's tensors with every quantised weight unpacked to bfloat16."""
     tensors = {}
-    for path, module in tree_flatten(model.leaf_modules(), is_leaf=lambda m: isinstance(m, nn.Module)):
-        for name, value in module.parameters().items():
+    for path, module in model.named_modules():
+        for name, value in leaf_parameters(module).items():
             if name == "weight" and "scales" in module:
                 value = mx.dequantize(
                     value, module.scales, module.get("biases"), module.group_size, module.bits, module.mode
                 )
             if name not in ("scales", "biases"):
                 tensors[f"{path}.{name}"] = value.astype(mx.bfloat16)
-    for path, module in model.named_modules():
-        if "base_kernel" in module:
-            tensors[f"{path}.base_kernel"] = module.base_kernel.astype(mx.bfloat16)
     return tensors
+
+
+def leaf_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """Return the parameters that a module holds itself, not those of the modules in it."""
+    return {name: value for name, value in module.parameters().items() if isinstance(value, mx.array)}
 
 
 def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -81,9 +84,9 @@ def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    args = setup_arg_parser().parse_args()
+    args = setup_arg_parser().parse_args(argv)
     config = read_config_file(args.source, str(args.source), "drafter", DrafterMismatch)
     model = DraftModel(read_config(config, str(args.source)))
     load_tensors(model, native_names(read_tensors(args.source, str(args.source))), str(args.source))
@@ -92,7 +95,7 @@ def main() -> None:
         tensors = plain_tensors(model)
         config.pop("quantization", None)
     else:
-        packed = packing(model, args)
+        packed = quantization(model, args)
         nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
         tensors = dict(tree_flatten(model.parameters()))
         codebooks = {path: how for path, how in packed.items() if path.endswith("codebook")}
@@ -104,7 +107,8 @@ def main() -> None:
         if (args.source / extra).exists() and args.out != args.source:
             shutil.copy(args.source / extra, args.out / extra)
     print(json.dumps({"out": str(args.out), "tensors": len(tensors), "bytes": out.stat().st_size}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

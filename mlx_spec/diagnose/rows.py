@@ -1,17 +1,16 @@
-"""Does a verify row equal the same row computed alone? The row contract, of a model and of a generation."""
+"""Does a verify row equal the same row computed alone? Batch invariance, of a model and of a generation."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import MAX_ROWS
-from mlx_spec.target import Sequence, Target
+from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.drafters.tree import rows_of_path, tree_of
+from mlx_spec.target import CachedSequence, Target
 from mlx_spec.target.pages import PAGE_SLOTS
-from mlx_spec.drafters.tree import of_path, tree_of
 
 # Positions before the rows that a model is checked with: the rows cross the end of a page.
 CONTEXT = 28
@@ -39,7 +38,9 @@ class Difference:
         )
 
 
-def check_rows(target: Target, counts: SequenceOf[int], compared: int = MAX_ROWS) -> Iterator[Difference | None]:
+def check_rows(
+    target: Target, counts: Sequence[int], compared: int = MAX_VERIFY_ROWS
+) -> Iterator[Difference | None]:
     """Compare the first ``compared`` rows of passes of several rows with the same rows computed one at a time.
 
     Yields the first difference of each pass, or None; counts: rows of the passes, of which those that do not fit
@@ -64,14 +65,16 @@ def check_tree(target: Target, depth: int) -> Difference | None:
         depth = min(depth, target.context - sequence.length - 1)
         tree = tree_of(tuple(2 * (row // 2) for row in range(2 * depth)))
         path = tree.paths[-1]
-        logits = target.logits(target.forward([(sequence, rows[: tree.rows])], paths=tree.paths).hidden)
-        alone = logits_alone(target, sequence, of_path(rows, path))
-        found = [compare(sequence, place, of_path(logits, path), expected) for place, expected in enumerate(alone)]
+        logits = target.logits(target.forward([(sequence, rows[: tree.num_rows])], paths=tree.paths).hidden)
+        alone = logits_alone(target, sequence, rows_of_path(rows, path))
+        found = [
+            compare(sequence, place, rows_of_path(logits, path), expected) for place, expected in enumerate(alone)
+        ]
     return next((difference for difference in found if difference is not None), None)
 
 
 @contextmanager
-def text_and_rows(target: Target, count: int) -> Iterator[tuple[Sequence, mx.array]]:
+def text_and_rows(target: Target, count: int) -> Iterator[tuple[CachedSequence, mx.array]]:
     """Open a sequence that holds a text for the time of a check, with ``count`` tokens [R] to go on with."""
     pages = -(-(CONTEXT + count) // PAGE_SLOTS) + 1
     roomy = target.context >= CONTEXT + count and target.pool.free_pages >= pages
@@ -85,7 +88,7 @@ def text_and_rows(target: Target, count: int) -> Iterator[tuple[Sequence, mx.arr
         sequence.free()
 
 
-def logits_alone(target: Target, sequence: Sequence, tokens: mx.array) -> Iterator[mx.array]:
+def logits_alone(target: Target, sequence: CachedSequence, tokens: mx.array) -> Iterator[mx.array]:
     """Yield the logits [V] of each row [R] behind a sequence by a pass of one row. The sequence stays as it is."""
     alone = sequence.fork()
     try:
@@ -100,7 +103,7 @@ def logits_alone(target: Target, sequence: Sequence, tokens: mx.array) -> Iterat
         alone.free()
 
 
-def compare(sequence: Sequence, row: int, logits: mx.array, expected: mx.array) -> Difference | None:
+def compare(sequence: CachedSequence, row: int, logits: mx.array, expected: mx.array) -> Difference | None:
     """Compare row number ``row`` of a pass behind ``sequence``, with logits [R, V], with the row alone [V]."""
     found = logits[row]
     if mx.array_equal(found, expected, equal_nan=True).item():
@@ -118,7 +121,7 @@ class RowCheck:
     rows: int = 0
     differences: list[Difference] = field(default_factory=list)
 
-    def check(self, sequence: Sequence, tokens: mx.array, logits: mx.array) -> None:
+    def check(self, sequence: CachedSequence, tokens: mx.array, logits: mx.array) -> None:
         """Compare the rows [R] that were verified behind ``sequence`` and gave ``logits`` [R, V]."""
         for row, expected in enumerate(logits_alone(self.target, sequence, tokens)):
             self.rows += 1

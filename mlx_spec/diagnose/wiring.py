@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.chain import ChainDrafter, HeadRows
-from mlx_spec.drafters.draft_head import DraftHead
+from mlx_spec.drafters.wiring import Wiring, Wirings
 from mlx_spec.target import Target
 
-MOST_TOKENS = 256
+MAX_TEXT_TOKENS = 256
 # How clearly another wiring must win: in standard errors of the difference, and in share of the positions.
 STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.02
 TEXT = """The train left the harbour at seven and followed the river for an hour. On the other side of the
@@ -34,15 +33,6 @@ def mean(values):
 2. If the line is empty, stop and return nothing.
 3. Otherwise split the line at the comma, and return both parts as numbers.
 """
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """One way to run a head over a text: its forward, the taps [n, T * H] that it reads, its output head."""
-
-    rows: HeadRows
-    taps: mx.array
-    head: DraftHead
 
 
 @dataclass(frozen=True)
@@ -72,53 +62,63 @@ def better_wiring(measured: Measured, name: str) -> str | None:
     )
 
 
-def read_text(
-    target: Target, tokens: Sequence[int], taps: Sequence[int]
-) -> tuple[mx.array, list[mx.array], mx.array]:
-    """Run a text through the target: its tokens [n], at most 256, each tap [n, H], and the target's choices.
+@dataclass(frozen=True)
+class Text:
+    """A text of n tokens that the target was run over.
 
-    The choices [n - 1] are those of row 1 on: entry i stands for token i + 2.
+    tokens: [n] int32.
+    states: by number of the layer, its output [n, H], see ``Target``.
+    expected: [n - 1], what the target chooses from row 1 on: entry i is its choice of token i + 2.
     """
-    ids = mx.array(list(tokens[: min(MOST_TOKENS, target.context)]), dtype=mx.int32)
-    rows = target.forward([(target.open(), ids)], taps)
-    return ids, list(mx.split(rows.taps, len(taps), axis=-1)), mx.argmax(target.logits(rows.hidden[1:]), axis=-1)
+
+    tokens: mx.array
+    states: dict[int, mx.array]
+    expected: mx.array
+
+    def aux_hidden_states(self, layer_ids: Sequence[int]) -> mx.array:
+        """Return the states of some layers side by side: [n, T * H]."""
+        return mx.concatenate([self.states[layer] for layer in layer_ids], axis=-1)
 
 
-def measure_wirings(
-    drafter: ChainDrafter,
-    declared: Wiring,
-    others: dict[str, Wiring],
-    tokens: mx.array,
-    expected: mx.array,
-    steps: int,
-) -> Measured:
-    """Measure each wiring on the first ``steps`` drafts behind every row; tokens, expected: see ``read_text``."""
+def read_text(target: Target, tokens: Sequence[int], layer_ids: Sequence[int]) -> Text:
+    """Run up to 256 tokens of a text through the target, and keep the states of these layers."""
+    ids = mx.array(list(tokens[: min(MAX_TEXT_TOKENS, target.context)]), dtype=mx.int32)
+    rows = target.forward([(target.open(), ids)], layer_ids)
+    states = mx.split(rows.aux_hidden_states, len(layer_ids), axis=-1)
+    expected = mx.argmax(target.logits(rows.hidden[1:]), axis=-1)
+    return Text(ids, dict(zip(layer_ids, states, strict=True)), expected)
+
+
+def measure_wirings(target: Target, wirings: Wirings, tokens: Sequence[int]) -> Measured:
+    """Measure the declared wiring of a head and the others on a text."""
+    every = [wirings.declared, *wirings.others.values()]
+    text = read_text(target, tokens, sorted({layer for wiring in every for layer in wiring.target_layer_ids}))
     return Measured(
-        hits(drafter, declared, tokens, expected, steps),
-        {name: hits(drafter, wiring, tokens, expected, steps) for name, wiring in others.items()},
+        hits(wirings.declared, text, wirings),
+        {name: hits(wiring, text, wirings) for name, wiring in wirings.others.items()},
     )
 
 
-def hits(drafter: ChainDrafter, wiring: Wiring, tokens: mx.array, expected: mx.array, steps: int) -> np.ndarray:
-    """Whether the drafts of ``steps`` steps behind each row are the target's choices: bool [steps * (n - steps)].
+def hits(wiring: Wiring, text: Text, wirings: Wirings) -> np.ndarray:
+    """Return whether the drafts of each step after each row are the target's choices.
 
-    A chain goes on with the text's tokens, so each of its steps says something of its own.
+    A chain goes on with the text's tokens, so each of its steps says something of its own: bool [steps * (n - steps)].
     """
-    rows, right = wiring.rows, []
+    forward, tokens, steps, right = wiring.forward, text.tokens, wirings.steps, []
     at = mx.arange(tokens.size - steps)
-    keys, values, seen = list[mx.array](), list[mx.array](), list[mx.array]()
-    hidden = rows.features(wiring.taps[: at.size])
+    keys, values, visible = list[mx.array](), list[mx.array](), list[mx.array]()
+    hidden = forward.features(text.aux_hidden_states(wiring.target_layer_ids)[: at.size])
     for step in range(steps):
-        embedded = drafter.embed(tokens[step + 1 : step + 1 + at.size])
-        entered = rows.enter(embedded, hidden, (at + step).astype(mx.int32))
-        keys.append(entered.keys_values[0])
-        values.append(entered.keys_values[1])
+        embedded = wirings.embed(tokens[step + 1 : step + 1 + at.size])
+        inputs = forward.pre_attention(embedded, hidden, (at + step).astype(mx.int32))
+        keys.append(inputs.keys_values[0])
+        values.append(inputs.keys_values[1])
         # True rows up to its own, and those of its own chain.
-        seen.append(at[None] <= at[:, None] if step == 0 else at[None] == at[:, None])
-        by_head = (x.swapaxes(0, 1)[None] for x in (entered.queries, mx.concatenate(keys), mx.concatenate(values)))
+        visible.append(at[None] <= at[:, None] if step == 0 else at[None] == at[:, None])
+        by_head = (x.swapaxes(0, 1)[None] for x in (inputs.queries, mx.concatenate(keys), mx.concatenate(values)))
         attended = mx.fast.scaled_dot_product_attention(
-            *by_head, scale=rows.attention.scale, mask=mx.concatenate(seen, axis=1)
+            *by_head, scale=forward.attention.scale, mask=mx.concatenate(visible, axis=1)
         )
-        scored, hidden = rows.leave(entered, attended[0].swapaxes(0, 1))
-        right.append(wiring.head.best(scored) == expected[step : step + at.size])
+        scored, hidden = forward.post_attention(inputs, attended[0].swapaxes(0, 1))
+        right.append(wiring.head.best(scored) == text.expected[step : step + at.size])
     return np.array(mx.concatenate(right))

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_spec.target import PagePool
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
+from mlx_spec.target import PagePool
 
-Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
+SampleDraft = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
 """Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
 
 
@@ -21,23 +21,27 @@ Choose = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
 class Committed:
     """Rows that became part of the target's sequence.
 
-    position: of the first row. tokens: [n] token ids of the rows. taps: [n, T * H], the drafter's taps.
+    position: of the first row.
+    tokens: [n], the rows' token ids.
+    aux_hidden_states: [n, T * H], of the layers that the drafter asked for, side by side.
     """
 
     position: int
     tokens: mx.array
-    taps: mx.array
+    aux_hidden_states: mx.array
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Drafted tokens for the positions behind the anchor, all lazy.
+class Draft:
+    """Drafted tokens for the positions after the anchor, all lazy.
 
-    tokens: [k] int32. candidates: [k, K] token ids that each was chosen from, scores: [k, K], what it was chosen
-    by (None: there is nothing to put beside it), and probabilities: [k, K], the distribution it was drawn from
-    (None where it was not drawn). finite: for each named stage of the pass, a scalar bool that is false when
-    the stage produced NaN or infinity. parents: None for a chain; of a tree, see there. Its siblings were drawn
-    from one distribution, without replacement and in their order.
+    tokens: [k] int32.
+    candidates: [k, K], the token ids that each was chosen from, the best first.
+    probabilities: [k, K], the distribution that each was drawn from; None where it was not drawn.
+    finite: for each named stage of the draft pass, whether all its numbers are finite: bool of any shape.
+    scores: [k, K], of the candidates; None if the drafter gives none, then no siblings can be added.
+    parents: None for a chain; of a tree, see there. Its siblings were drawn from one distribution, without
+        replacement and in their order.
     """
 
     tokens: mx.array
@@ -49,18 +53,27 @@ class Proposal:
 
     @property
     def tree(self) -> Tree:
-        """How the anchor and the tokens stand behind each other."""
+        """How the anchor and the tokens follow each other."""
         return chain_of(self.tokens.size) if self.parents is None else tree_of(self.parents)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One sequence's wish in a draft pass: ``count`` tokens behind its anchor, drawn by ``choose``."""
+class DraftRequest:
+    """What one sequence wants of a draft pass.
+
+    state: the drafter's, of this sequence. anchor: the token that drafts follow. count: tokens to draft.
+    sample_draft: draws each of them.
+    """
 
     state: Any
     anchor: int
     count: int
-    choose: Choose
+    sample_draft: SampleDraft
+
+
+def nothing_drafted() -> Draft:
+    """Return a draft without tokens."""
+    return Draft(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
 
 
 def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
@@ -84,18 +97,19 @@ class DrafterState(Protocol):
 class Drafter(Protocol):
     """Proposes tokens.
 
-    taps: which hidden states of the target it reads (see Target). pool: the pages that its states are held in.
+    target_layer_ids: the layers whose states it reads (see Target). pool: the pages of its states.
+    max_draft: the most tokens of a draft.
     """
 
     name: str
     pool: PagePool
-    taps: tuple[int, ...]
+    target_layer_ids: tuple[int, ...]
     max_draft: int
 
     def open(self, position: int = 0) -> Any:
         """Return the state for a sequence whose rows it will see from ``position`` on.
 
-        Behind 0 there is a gap: of a sequence that was decoded without the drafter, or was forgotten. Drafting
+        After position 0 there is a gap: the sequence was decoded without the drafter, or was forgotten. Drafting
         begins with the rows that are committed next, as if nothing were before them.
         """
         ...
@@ -104,8 +118,8 @@ class Drafter(Protocol):
         """Take in rows that the target committed, of each state its own, in order and without gaps."""
         ...
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        """Draft for several sequences in one pass: for each ask its 1 to ``max_draft`` tokens behind the anchor.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for several sequences in one pass: for each request its 1 to ``max_draft`` tokens behind the anchor.
 
         Lazy: no host synchronisation. What is drafted for a sequence may depend on the others. A drafter that has
         not seen enough of a sequence yet drafts fewer, or none.

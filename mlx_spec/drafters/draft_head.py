@@ -58,5 +58,5 @@ def draft_head(
     expected = target.vocab_size if ids is None or own_ids is None else ids.size
     if own.size != expected:
         raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")
-    rows = own.rows(ids) if own_ids is None and ids is not None else own
+    rows = own.select_outputs(ids) if own_ids is None and ids is not None else own
     return DraftHead(partial(linear_rows, linears=rows), rows.size, ids)

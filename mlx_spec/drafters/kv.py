@@ -4,15 +4,15 @@ Everything is found by absolute position: slot ``position - base`` of a context'
 left behind are given back, and ``base`` moves on. There is no ring and no ring order.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from metal_kernels import resident
 from mlx_spec.errors import PositionError
-from mlx_spec.target import PagePool, Sequence
+from mlx_spec.target import CachedSequence, PagePool
+from mlx_spec.target.batch_layout import page_table
 from mlx_spec.target.pages import PAGE_SLOTS, append_rows
-from mlx_spec.target.recurrent import page_table
 
 # How many drafters' contexts there are is bounded, so their pool needs no bound of its own.
 UNBOUNDED = 1 << 30
@@ -35,7 +35,7 @@ class ContextKV:
         self.pool = pool
         self.keep = keep
         self.base = position
-        self._held = Sequence(pool)
+        self._held = CachedSequence(pool)
 
     @property
     def cursor(self) -> int:
@@ -104,7 +104,7 @@ class ContextKV:
     def _begin(self, base: int) -> None:
         left = self._held
         # One statement: base and pages belong together whenever someone looks.
-        self.base, self._held = base, Sequence(self.pool)
+        self.base, self._held = base, CachedSequence(self.pool)
         left.free()
 
     def _forget_what_is_outside(self) -> None:
@@ -114,12 +114,12 @@ class ContextKV:
 
     def _drop(self, pages: int) -> None:
         left = self._held.pages[:pages]
-        self.base, self._held = self.base + pages * PAGE_SLOTS, self._held.behind(pages)
+        self.base, self._held = self.base + pages * PAGE_SLOTS, self._held.drop_first_pages(pages)
         for page in left:
             self.pool.release(page)
 
 
-def append_to(updates: SequenceOf[tuple[ContextKV, int, mx.array]]) -> None:
+def append_to(updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
     """Add rows [n, layers, 2, KV, D] to contexts of one pool, of each those from a position on, lazily.
 
     Raises PositionError when a position is not the cursor: a gap or an overlap would shift every key.
@@ -132,7 +132,7 @@ def append_to(updates: SequenceOf[tuple[ContextKV, int, mx.array]]) -> None:
         context._forget_what_is_outside()
 
 
-def pages_of(contexts: SequenceOf[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:
+def pages_of(contexts: Sequence[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:
     """Return the pool of contexts, their page tables [S, P] and lengths [S] int32; see attention_rows.
 
     The first slot of a context holds its position ``base``.

@@ -1,4 +1,4 @@
-"""Leaves: beside tokens of a drafted chain, the candidates that were next in line. They cost no draft pass."""
+"""Sibling drafts: beside tokens of a drafted chain, the candidates that were next in line. They cost no draft pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,39 +6,39 @@ from dataclasses import replace
 import mlx.core as mx
 
 from metal_kernels import ints
-from mlx_spec.drafters.base import Proposal
+from mlx_spec.drafters.base import Draft
 
 Rank = Callable[[int, mx.array, mx.array], mx.array]
 """Orders candidates: (position, ids [K], scores [K]) to values [K], of which the largest is drafted."""
 
 
-def with_leaves(proposal: Proposal, leaves: Sequence[int], rank: Rank, position: int) -> Proposal:
-    """Put ``leaves[i]`` candidates beside token i of a chain, as far as there are so many.
+def with_siblings(draft: Draft, siblings: Sequence[int], rank: Rank, anchor_position: int) -> Draft:
+    """Add up to ``siblings[i]`` siblings to token i of a chain: the candidates that were next in line there.
 
-    rank: of the rule that drew the chain, so that its next ones are what the rule would draw next, without
-    replacement. position: of the first drafted token. A drafter that does not tell its scores gets no leaves.
+    rank: of the rule that drew the chain, so that siblings are what the rule would draw next, without replacement.
+    A draft without scores gets no siblings.
     """
-    if proposal.scores is None or proposal.parents is not None:
-        return proposal
-    most = proposal.candidates.shape[1] - 1
-    counts = [min(count, most) for count in leaves]
+    if draft.scores is None or draft.parents is not None:
+        return draft
+    most = draft.candidates.shape[1] - 1
+    counts = [min(count, most) for count in siblings]
     places = [place for place, count in enumerate(counts) for _ in range(count)]
     if not places:
-        return proposal
+        return draft
     ranks = [rank + 1 for count in counts for rank in range(count)]
     at = sorted(set(places))
-    candidates, tokens = proposal.candidates[ints(*at)], proposal.tokens[ints(*at)]
-    values = mx.stack([rank(position + i, proposal.candidates[i], proposal.scores[i]) for i in at])
+    candidates, tokens = draft.candidates[ints(*at)], draft.tokens[ints(*at)]
+    values = mx.stack([rank(anchor_position + 1 + i, draft.candidates[i], draft.scores[i]) for i in at])
     # The chain's token is the first whatever the order of equal values.
     values = mx.where(candidates == tokens[:, None], mx.inf, values)
     ranked = mx.take_along_axis(candidates, mx.argsort(-values, axis=-1), axis=-1)
     chosen = ranked[ints(*(at.index(place) for place in places)), ints(*ranks)].astype(mx.int32)
-    beside, probabilities = ints(*places), proposal.probabilities
+    beside, probabilities = ints(*places), draft.probabilities
     return replace(
-        proposal,
-        tokens=mx.concatenate([proposal.tokens, chosen]),
-        candidates=mx.concatenate([proposal.candidates, proposal.candidates[beside]]),
-        scores=mx.concatenate([proposal.scores, proposal.scores[beside]]),
+        draft,
+        tokens=mx.concatenate([draft.tokens, chosen]),
+        candidates=mx.concatenate([draft.candidates, draft.candidates[beside]]),
+        scores=mx.concatenate([draft.scores, draft.scores[beside]]),
         probabilities=None if probabilities is None else mx.concatenate([probabilities, probabilities[beside]]),
-        parents=(*range(proposal.tokens.size), *places),
+        parents=(*range(draft.tokens.size), *places),
     )

@@ -1,4 +1,4 @@
-"""The tree that the rows of a round form: each stands behind its parent. A chain is a tree without branches."""
+"""The tree that the rows of a round form: each follows its parent. A chain is a tree without branches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from metal_kernels import ints
 
 @dataclass(frozen=True)
 class Tree:
-    """Rows 0 to k, of which row 0 is the anchor: ``parents[i]`` is the row that row i + 1 stands behind.
+    """Rows 0 to k, of which row 0 is the anchor: ``parents[i]`` is the row that row i + 1 follows.
 
     Parents come before their children; children in the order in which they were drawn. All arrays here are
     constants of the shape.
@@ -20,13 +20,13 @@ class Tree:
     parents: tuple[int, ...]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """R = k + 1, how many rows there are."""
         return len(self.parents) + 1
 
     @property
     def is_chain(self) -> bool:
-        """Whether each row stands behind the one before it."""
+        """Whether each row follows the one before it."""
         return self.parents == tuple(range(len(self.parents)))
 
     @cached_property
@@ -39,15 +39,15 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How far behind the anchor each row stands."""
+        """How many rows after the anchor each row comes."""
         return tuple(len(path) - 1 for path in self.paths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The rows behind each row."""
+        """The rows that follow each row."""
         return tuple(
             tuple(child for child, parent in enumerate(self.parents, 1) if parent == row)
-            for row in range(self.rows)
+            for row in range(self.num_rows)
         )
 
     @cached_property
@@ -59,48 +59,48 @@ class Tree:
         return tuple(path)
 
     def along_chain(self, path: Sequence[int]) -> int:
-        """Count the rows of a path behind the anchor up to where it leaves the chain."""
+        """Count the rows of a path behind the anchor up to where it siblings the chain."""
         return sum(row in self.chain for row in path) - 1
 
     def runner_up(self, path: Sequence[int]) -> bool | None:
-        """Whether a path leaves the chain for the first sibling of the row that fell; None without siblings."""
+        """Whether a path siblings the chain for the first sibling of the row that fell; None without siblings."""
         siblings = self.children[self.chain[self.along_chain(path)]][1:]
         return siblings[0] in path if siblings else None
 
     @cached_property
     def lies_before(self) -> mx.array:
         """Bool [R, R]: whether a row is on the path to a row."""
-        return self._table([[int(row in path) for row in range(self.rows)] for path in self.paths]) > 0
+        return self._table([[int(row in path) for row in range(self.num_rows)] for path in self.paths]) > 0
 
-    def stands(self, fits: mx.array) -> mx.array:
-        """Return the last row that stands, int32: of the deepest whose path ``fits`` [k], bool, the first."""
-        fits = mx.concatenate([mx.ones((1,), dtype=mx.bool_), fits])
-        stand = mx.all(fits[None] >= self.lies_before, axis=1)
-        return mx.argmax(mx.where(stand, ints(*self.depths), -1)).astype(mx.int32)
+    def last_accepted(self, matches: mx.array) -> mx.array:
+        """Return the last accepted row, int32: of the deepest whose path ``matches`` [k], bool, the first."""
+        matches = mx.concatenate([mx.ones((1,), dtype=mx.bool_), matches])
+        accepted = mx.all(matches[None] >= self.lies_before, axis=1)
+        return mx.argmax(mx.where(accepted, ints(*self.depths), -1)).astype(mx.int32)
 
     def on_path(self, last: mx.array, flags: mx.array) -> mx.array:
         """Whether ``flags`` [R], bool, are true of all rows from the anchor to row ``last``."""
         return mx.all(flags >= self.lies_before[last])
 
-    def said(self, last: mx.array, tokens: mx.array, following: mx.array) -> mx.array:
-        """Return what each row says: [R] int32, where the path ends with row ``last`` and ``following`` behind it.
+    def emitted(self, last: mx.array, tokens: mx.array, following: mx.array) -> mx.array:
+        """Return what each row emits: [R] int32, where the path ends with row ``last``, which emits ``following``.
 
-        tokens: [k], of rows 1 to k. Rows off the path say ``following`` too.
+        tokens: [k], of rows 1 to k. Rows off the path emit ``following`` too.
         """
         return mx.concatenate([tokens, following.reshape(1)])[self._successors[last]]
 
     @cached_property
     def _successors(self) -> mx.array:
-        """Int32 [R, R]: for the path to each row, the drafted token behind each row, counted from 0, or k."""
-        return self._table([[self._behind(path, row) for row in range(self.rows)] for path in self.paths])
+        """Int32 [R, R]: for the path to each row, the number of the drafted token after each row, or k."""
+        return self._table([[self._next(path, row) for row in range(self.num_rows)] for path in self.paths])
 
-    def _behind(self, path: Sequence[int], row: int) -> int:
-        """Return the number among drafted tokens of the row behind ``row`` on a path, or k."""
+    def _next(self, path: Sequence[int], row: int) -> int:
+        """Return the number among drafted tokens of the row after ``row`` on a path, or k."""
         place = path.index(row) + 1 if row in path else len(path)
         return path[place] - 1 if place < len(path) else len(self.parents)
 
     def _table(self, rows: Sequence[Sequence[int]]) -> mx.array:
-        return ints(*(number for row in rows for number in row)).reshape(self.rows, self.rows)
+        return ints(*(number for row in rows for number in row)).reshape(self.num_rows, self.num_rows)
 
 
 @lru_cache(maxsize=256)
@@ -110,10 +110,10 @@ def tree_of(parents: tuple[int, ...]) -> Tree:
 
 
 def chain_of(count: int) -> Tree:
-    """Return the chain of ``count`` drafts behind an anchor."""
+    """Return the chain of ``count`` drafts after an anchor."""
     return tree_of(tuple(range(count)))
 
 
-def of_path(x: mx.array, path: Sequence[int]) -> mx.array:
+def rows_of_path(x: mx.array, path: Sequence[int]) -> mx.array:
     """Return the rows of ``x`` [R, ...] on a path: as a slice, which copies nothing, where they come first."""
     return x[: len(path)] if path[-1] == len(path) - 1 else x[ints(*path)]

@@ -1,30 +1,36 @@
-"""What is asked of the engine, what it is doing about it, and what a round brought: plain data."""
+"""What is asked of the engine, as plain data, and whether it can be had."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 
-from mlx_spec.decoding.accept import AcceptRule
-from mlx_spec.decoding.logprobs import TokenLogprobs
-from mlx_spec.engine.draft_policy import DepthPolicy
+from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.decoding.logprobs import MAX_TOP_LOGPROBS
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.engine.statistics import Statistics
-from mlx_spec.target import Sequence as CachedSequence
+from mlx_spec.errors import ContextFull, RequestError
+from mlx_spec.target import CachedSequence, Target
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, as plain data.
+    """What to generate.
 
-    prompt: token ids, at least one. max_tokens: -1 for no limit but the context. num_draft_tokens: None lets
-    measured costs decide, "adaptive" the rounds before, 0 is plain decoding. eos_token_ids end the text.
+    prompt: token ids, at least one.
+    max_tokens: of the whole text, -1 for no limit but the context.
+    num_draft_tokens: tokens to draft a round; None lets measured costs decide, "adaptive" the rounds before, 0 is
+        plain decoding.
+    sampling: how tokens are chosen.
+    eos_token_ids: end the text, as its last token.
+    prefill_step_size: prompt tokens of a pass.
+    logprobs: rounds bring the log-probability of each token.
+    top_logprobs: and of so many of the most likely tokens, up to 16.
+    num_sibling_drafts: verify so many runners-up beside a number of drafts; None lets measured costs decide.
     is_end: called with each new token in order; true ends the text with that token (stop strings, say).
-    logprobs: rounds bring the log-probability of each token; top_logprobs: and of so many of the likeliest, to 16.
-    num_leaves: verify so many runners-up beside a number of drafts; None lets measured costs decide.
+    on_progress: called with the prompt tokens that are prefilled, and how many there are.
     on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis; of a tree
-    with the rows that stand.
+        with the accepted rows.
     """
 
     prompt: Sequence[int]
@@ -35,58 +41,65 @@ class Request:
     prefill_step_size: int = 512
     logprobs: bool = False
     top_logprobs: int = 0
-    num_leaves: int | None = None
+    num_sibling_drafts: int | None = None
     is_end: Callable[[int], bool] = lambda token: False
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None
 
-
-@dataclass(eq=False)
-class Generation:
-    """A request in progress.
-
-    drafting: what the drafter remembers of the sequence; None without a drafter, and while it remembers nothing.
-    tokens: prompt and text so far; the last one is the anchor, which the target has not cached yet.
-    finish_reason: None while running, then "stop" or "length". last_turn: the number of the last turn that it had,
-    counted over all generations of the engine.
-    """
-
-    request: Request
-    sequence: CachedSequence
-    drafting: Any
-    rule: AcceptRule
-    policy: DepthPolicy
-    tokens: list[int]
-    statistics: Statistics = field(default_factory=Statistics)
-    finish_reason: str | None = None
-    last_turn: int = 0
-
-    @property
-    def room(self) -> int:
-        """How many more tokens the request allows; the context is checked by the engine."""
-        limit = self.request.max_tokens
-        return (1 << 30) if limit < 0 else limit - (len(self.tokens) - len(self.request.prompt))
-
     @property
     def may_draft(self) -> bool:
-        """Whether the request leaves room for drafts; plain decoding does nothing for a drafter."""
-        return self.request.num_draft_tokens != 0
+        """Whether drafting is allowed at all; plain decoding does nothing for a drafter."""
+        return self.num_draft_tokens != 0
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether its pages were given back."""
-        return self.sequence.length != len(self.tokens) - 1
+    def check(self, target: Target, max_draft: int) -> None:
+        """Raise RequestError or ContextFull for what a target, with a drafter of ``max_draft`` tokens, cannot do."""
+        self._check_prompt(target)
+        if self.max_tokens == 0 or self.max_tokens < -1:
+            raise RequestError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}.")
+        most = min(MAX_TOP_LOGPROBS, target.vocab_size)
+        if not 0 <= self.top_logprobs <= most:
+            raise RequestError(f"top_logprobs must lie between 0 and {most}, not {self.top_logprobs}.")
+        self.sampling.check_vocabulary(target.vocab_size)
+        self._check_depth(max_draft)
+        self._check_siblings(target)
 
+    def _check_prompt(self, target: Target) -> None:
+        if not len(self.prompt):
+            raise RequestError("The prompt is empty: at least one token is needed.")
+        wrong = [t for t in self.prompt if not 0 <= t < target.vocab_size]
+        if wrong:
+            raise RequestError(f"The prompt holds tokens {wrong[:4]}; the vocabulary has {target.vocab_size}.")
+        if len(self.prompt) > target.context:
+            raise ContextFull(
+                f"The prompt has {len(self.prompt)} tokens, {target.name} has {target.context} positions. "
+                "Shorten the prompt."
+            )
 
-@dataclass(frozen=True)
-class Round:
-    """What one round emitted for a generation: tokens, and how many of them were drafted.
+    def _check_depth(self, max_draft: int) -> None:
+        count = self.num_draft_tokens
+        if count is None or count == "adaptive":
+            return
+        if isinstance(count, str):
+            raise RequestError(f"num_draft_tokens is {count!r}; it takes a number, 'adaptive', or None.")
+        if not 0 <= count <= max_draft:
+            what = f"this drafter drafts at most {max_draft} tokens" if max_draft else "there is no drafter"
+            raise RequestError(f"num_draft_tokens is {count}, but {what}.")
 
-    logprobs: of each token, where the request asks for them.
-    error: why there are none, where this generation failed and others of the round did not; it is as before.
-    """
-
-    tokens: list[int]
-    from_draft: int
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: Exception | None = None
+    def _check_siblings(self, target: Target) -> None:
+        siblings, count = self.num_sibling_drafts, self.num_draft_tokens
+        if not siblings or count == 0:
+            return
+        if not isinstance(count, int):
+            raise RequestError(
+                f"num_sibling_drafts is {siblings}; it needs a number of num_draft_tokens too, not {count!r}."
+            )
+        if not 0 < siblings < MAX_VERIFY_ROWS - count:
+            raise RequestError(
+                f"num_sibling_drafts is {siblings}, but beside an anchor and {count} drafts a pass has "
+                f"{max(0, MAX_VERIFY_ROWS - 1 - count)} rows."
+            )
+        if not target.takes_trees:
+            raise RequestError(
+                f"num_sibling_drafts is {siblings}, but {target.name} has recurrent layers, which step through rows "
+                "in one order: leave num_sibling_drafts out."
+            )

@@ -22,11 +22,16 @@ NOT_CHECKED = Exactness(False, "not checked")
 class Statistics:
     """Counters of one generation. Times are seconds.
 
-    exactness: of the engine. rounds: draft-and-verify rounds, parked ones included. drafted[i] and accepted[i]:
-    rounds that drafted a token at position i + 1 behind the anchor, and those in which it stood. leaves and
-    accepted_leaves: runners-up that were verified beside these, and those that stood. draft_seconds,
-    verify_seconds, host_seconds: over the ``timed_rounds`` rounds that were measured with a stop between drafting
-    and verifying, which other rounds do not have.
+    prompt_tokens, prompt_seconds: of the prompt.
+    tokens, seconds: generated, and the time of all rounds.
+    rounds: of draft and verify. undrafted_rounds: those of them in which nothing was drafted.
+    drafted[i], accepted[i]: rounds that drafted a token i + 1 positions after the anchor, and those in which it was
+        accepted.
+    sibling_drafts, accepted_sibling_drafts: runners-up that were verified beside these, and those accepted.
+    timed_rounds: rounds that were measured with a stop between drafting and verifying, which others do not have.
+    draft_seconds, verify_seconds, host_seconds: of these rounds.
+    depth_reason: why the depth is what it is, in words. drafter_failure: why drafting ended, if it did.
+    exactness: of the engine.
     """
 
     prompt_tokens: int = 0
@@ -34,16 +39,17 @@ class Statistics:
     tokens: int = 0
     seconds: float = 0.0
     rounds: int = 0
-    parked_rounds: int = 0
+    undrafted_rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    leaves: int = 0
-    accepted_leaves: int = 0
+    sibling_drafts: int = 0
+    accepted_sibling_drafts: int = 0
     timed_rounds: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
     depth_reason: str = ""
+    drafter_failure: str = ""
     exactness: Exactness = NOT_CHECKED
 
     def copy(self) -> "Statistics":
@@ -51,13 +57,20 @@ class Statistics:
         return replace(self, drafted=list(self.drafted), accepted=list(self.accepted))
 
     def count_round(
-        self, drafted: int, accepted: int, emitted: int, leaves: int = 0, accepted_leaves: int = 0
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        siblings: int = 0,
+        accepted_siblings: int = 0,
+        seconds: float = 0.0,
     ) -> None:
-        """Count a round: tokens that were drafted, accepted and emitted, and leaves beside these."""
-        self.leaves += leaves
-        self.accepted_leaves += accepted_leaves
+        """Count a round: tokens that were drafted, accepted and emitted, and siblings beside the drafted ones."""
+        self.seconds += seconds
+        self.sibling_drafts += siblings
+        self.accepted_sibling_drafts += accepted_siblings
         self.rounds += 1
-        self.parked_rounds += drafted == 0
+        self.undrafted_rounds += drafted == 0
         self.tokens += emitted
         while len(self.drafted) < drafted:
             self.drafted.append(0)
@@ -85,7 +98,7 @@ class Statistics:
 
     @property
     def acceptance(self) -> list[float]:
-        """Share of the rounds drafting that far in which the token at each position stood."""
+        """Share of the rounds drafting that far in which the token at each position was accepted."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @property
@@ -114,18 +127,19 @@ class Statistics:
             "generation_tps": round(self.generation_tps, 3),
             "seconds": round(self.seconds, 4),
             "rounds": self.rounds,
-            "parked_rounds": self.parked_rounds,
+            "undrafted_rounds": self.undrafted_rounds,
             "accepted_length": round(self.accepted_length, 4),
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance": [round(a, 4) for a in self.acceptance],
-            "leaves": self.leaves,
-            "accepted_leaves": self.accepted_leaves,
+            "sibling_drafts": self.sibling_drafts,
+            "accepted_sibling_drafts": self.accepted_sibling_drafts,
             "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
             "timed_rounds": self.timed_rounds,
             "draft_seconds": round(self.draft_seconds, 4),
             "verify_seconds": round(self.verify_seconds, 4),
             "depth_reason": self.depth_reason,
+            "drafter_failure": self.drafter_failure,
             "exact": self.exactness.holds,
             "exact_reason": self.exactness.reason,
         }
@@ -139,14 +153,16 @@ class Statistics:
         if self.drafted:
             shares = " ".join(f"{a:.2f}" for a in self.acceptance)
             lines.append(f"Acceptance by position: {shares}")
-        if self.leaves:
-            lines.append(f"Leaves: {self.accepted_leaves} of {self.leaves} stood")
+        if self.sibling_drafts:
+            lines.append(f"Sibling drafts accepted: {self.accepted_sibling_drafts} of {self.sibling_drafts}")
         if self.timed_rounds:
             parts = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
             lines.append(f"Time: {parts}")
-        if self.parked_rounds:
-            lines.append(f"Without drafting: {self.parked_rounds} of {self.rounds} rounds")
+        if self.undrafted_rounds:
+            lines.append(f"Without drafting: {self.undrafted_rounds} of {self.rounds} rounds")
         if self.depth_reason:
             lines.append(f"Draft depth: {self.depth_reason}")
+        if self.drafter_failure:
+            lines.append(f"Drafting stopped: {self.drafter_failure}")
         lines.append(f"Exact: {'yes' if self.exactness.holds else 'no'}, {self.exactness.reason}")
         return "\n".join(lines)

@@ -1,112 +1,256 @@
-"""What stands of the drafts of a pass, and what the target says behind it, for all lanes."""
+"""What a pass says of the drafts of all its generations, lazily: nothing here waits for the device."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels import argmax_rows
-from mlx_spec.decoding.accept import Verified
-from mlx_spec.engine.slot import Lane
+from mlx_spec.decoding.accept import VerifiedRows
 from mlx_spec.decoding.logprobs import RowLogprobs
+from mlx_spec.drafters.base import Draft
 from mlx_spec.drafters.tree import Tree
+from mlx_spec.engine.generation import Generation
+from mlx_spec.errors import DrafterFailure, NonFiniteError
 
 
-@dataclass
-class Judged:
-    """What a lane's rows are judged by.
+class Part(Protocol):
+    """What a step makes of a generation's part of a round."""
 
-    processed, scores: [k + 1, V], see Sampling. noisy: see AcceptRule. finite: bool [k + 1], whether the logits of
-    a row are. choices: int32 [k + 1], the largest entries of noisy.
+    @property
+    def generation(self) -> Generation:
+        """Whose part it is."""
+        ...
+
+
+Input = TypeVar("Input", bound=Part)
+Output = TypeVar("Output")
+Errors = dict[Generation, Exception]
+"""What went wrong with one generation of a round alone; it takes no further part, the others go on."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A generation's part of a pass: its anchor, and the draft that follows it.
+
+    was_known: whether the drafter remembered the sequence, and so could draft.
     """
 
-    processed: mx.array
+    generation: Generation
+    draft: Draft
+    was_known: bool
+
+    @property
+    def tree(self) -> Tree:
+        """How the rows follow each other."""
+        return self.draft.tree
+
+    @property
+    def token_ids(self) -> mx.array:
+        """The tokens of the rows, the anchor and the drafts: [k + 1] int32."""
+        anchor = mx.array(self.generation.tokens[-1:], dtype=mx.int32)
+        return mx.concatenate([anchor, self.draft.tokens])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a pass says of a generation's part, not yet read by the host.
+
+    logits: [k + 1, V], as the target gives them.
+    outcome: int32, see ``AcceptRule.accept``.
+    answers: int32 [k + 1], the most likely token of each row's full logits, where these have the last word.
+    logprobs: of what the rows emit, where they are asked for.
+    """
+
+    drafted: Drafted
+    logits: mx.array
+    outcome: mx.array
+    answers: mx.array | None
+    logprobs: RowLogprobs | None
+
+    @property
+    def generation(self) -> Generation:
+        """Whose rows they are."""
+        return self.drafted.generation
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the host reads."""
+        results = [self.outcome] if self.answers is None else [self.outcome, self.answers]
+        return results + (self.logprobs.arrays if self.logprobs else [])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one generation on their way from logits to a choice.
+
+    logits: [k + 1, V], the target's. finite: bool [k + 1], whether they are.
+    processed, scores: [k + 1, V], see Sampling.
+    """
+
+    drafted: Drafted
+    logits: mx.array
     finite: mx.array
+    processed: mx.array
     scores: mx.array
-    noisy: mx.array | None = None
-    choices: mx.array | None = None
+
+    @property
+    def generation(self) -> Generation:
+        """Whose rows they are."""
+        return self.drafted.generation
+
+    @property
+    def usable(self) -> mx.array:
+        """Whether a token can be taken from each row: bool [k + 1].
+
+        Bias and processors may forbid tokens, by minus infinity, but not all of them.
+        """
+        if self.scores is self.logits:
+            return self.finite
+        has_choice = mx.isfinite(mx.max(self.scores, axis=-1)) & ~mx.any(mx.isnan(self.scores), axis=-1)
+        return self.finite & has_choice
 
 
-def judge(lanes: Sequence[Lane], logits: mx.array, answering: bool) -> None:
-    """Let each lane's rule judge its drafts by the logits [R, V] of all rows, lane behind lane.
+def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, errors: Errors) -> list[Verified]:
+    """Judge the drafts of all generations by the logits [R, V] of a pass, one generation's rows after another's.
 
-    Operations on whole vocabularies run over the rows of all lanes at once, where these are treated alike.
+    answering: full logits have the last word, see ``Engine.answer_step``. What goes wrong with one of them is
+    added to ``errors``. Operations on whole vocabularies run over the rows of all at once, where these are treated
+    alike.
     """
-    parts, finite = split(lanes, logits), split(lanes, mx.all(mx.isfinite(logits), axis=-1))
-    found: dict[Lane, Judged] = {}
-    for lane, part, flags in zip(lanes, parts, finite, strict=True):
-        with lane.keeping_errors():
-            generation = lane.generation
-            proposal = lane.proposal
-            part = generation.request.sampling.processed(part, generation.tokens, proposal.tokens, proposal.tree)
-            found[lane] = Judged(part, flags, part)
-    untouched = len(found) == len(lanes) and all(
-        judged.processed is part for judged, part in zip(found.values(), parts, strict=True)
-    )
-    whole = logits if untouched else None
-    score(found, whole)
-    choose(found, whole)
-    for lane, judged in found.items():
-        with lane.keeping_errors():
-            decide(lane, judged, answering)
+    own, finite = split(parts, logits), split(parts, mx.all(mx.isfinite(logits), axis=-1))
+    begun = [Rows(*each, each[1], each[1]) for each in zip(parts, own, finite, strict=True)]
+    processed = for_each(begun, process, errors)
+    # The pass's own array serves where no row was changed and none is left out.
+    unchanged = len(processed) == len(begun) and all(rows.processed is rows.logits for rows in processed)
+    whole = logits if unchanged else None
+    scored = filtered(processed, whole)
+    choices = argmax_choices(scored, whole)
+    return for_each(scored, lambda rows: judge(rows, choices.get(rows.generation), answering), errors)
 
 
-def score(found: Mapping[Lane, Judged], logits: mx.array | None) -> None:
-    """Filter the rows of all lanes, together where their filters are the same.
+def process(rows: Rows) -> Rows:
+    """Apply a request's bias, penalties and processors."""
+    generation, drafted = rows.generation, rows.drafted
+    sampling = generation.request.sampling
+    processed = sampling.processed(rows.logits, generation.tokens, drafted.draft.tokens, drafted.tree)
+    return replace(rows, processed=processed, scores=processed)
 
-    logits: [R, V], where they hold the rows of all lanes.
+
+def filtered(every: Sequence[Rows], whole: mx.array | None) -> list[Rows]:
+    """Filter the rows of all generations, together where their filters are the same.
+
+    whole: [R, V], where it holds the rows of all.
     """
-    samplings = [lane.generation.request.sampling for lane in found]
-    if logits is not None and len({(s.temp, s.top_p, s.min_p, s.top_k) for s in samplings}) == 1:
-        scores = samplings[0].filtered(logits)
-        if scores is not logits:
-            for judged, part in zip(found.values(), split(list(found), scores), strict=True):
-                judged.scores = part
-        return
-    for lane, judged in found.items():
-        judged.scores = lane.generation.request.sampling.filtered(judged.processed)
+    samplings = [rows.generation.request.sampling for rows in every]
+    if whole is not None and len({(s.temp, s.top_p, s.min_p, s.top_k) for s in samplings}) == 1:
+        scores = samplings[0].filtered(whole)
+        if scores is whole:
+            return list(every)
+        parts = split([rows.drafted for rows in every], scores)
+    else:
+        parts = [s.filtered(rows.processed) for s, rows in zip(samplings, every, strict=True)]
+    return [replace(rows, scores=part) for rows, part in zip(every, parts, strict=True)]
 
 
-def choose(found: Mapping[Lane, Judged], logits: mx.array | None) -> None:
-    """Find what the target says in each row, for all rules that take the largest entry.
+def argmax_choices(every: Sequence[Rows], whole: mx.array | None) -> dict[Generation, mx.array]:
+    """Return what the target says in each row, int32 [k + 1], for all rules that take the largest entry.
 
-    logits: [R, V], where they hold the rows of all lanes.
+    whole: [R, V], where it holds the rows of all.
     """
-    for lane, judged in found.items():
-        judged.noisy = lane.generation.rule.noisy(judged.scores, lane.count - 1, lane.tree.depths)
-    chosen = {lane: judged.noisy for lane, judged in found.items() if judged.noisy is not None}
-    if not chosen:
-        return
-    untouched = len(chosen) == len(found) and all(found[lane].processed is rows for lane, rows in chosen.items())
-    if logits is None or not untouched:
-        rows = list(chosen.values())
-        logits = rows[0] if len(rows) == 1 else mx.concatenate(rows)
-    for lane, choices in zip(chosen, split(list(chosen), argmax_rows(logits)[0]), strict=True):
-        found[lane].choices = choices
+    found = [(rows, scores) for rows in every if (scores := perturbed_scores(rows)) is not None]
+    if not found:
+        return {}
+    unchanged = len(found) == len(every) and all(scores is rows.processed for rows, scores in found)
+    if whole is None or not unchanged:
+        whole = found[0][1] if len(found) == 1 else mx.concatenate([scores for _, scores in found])
+    choices = split([rows.drafted for rows, _ in found], argmax_rows(whole)[0])
+    return {rows.generation: part for (rows, _), part in zip(found, choices, strict=True)}
 
 
-def decide(lane: Lane, judged: Judged, answering: bool) -> None:
-    """Accept what stands of a lane's drafts."""
-    request, rule = lane.generation.request, lane.generation.rule
-    flags = list(lane.proposal.finite.values())
-    verified = Verified(judged.scores, lane.count - 1, judged.choices, flags, judged.finite)
-    lane.outcome = rule.accept(lane.proposal, verified)
-    if answering:
-        lane.answers = mx.argmax(judged.processed, axis=-1).astype(mx.int32)
+def perturbed_scores(rows: Rows) -> mx.array | None:
+    """Return the scores of rows with the noise of their rule, see ``AcceptRule.perturbed_scores``."""
+    generation = rows.generation
+    return generation.rule.perturbed_scores(rows.scores, generation.anchor_position, rows.drafted.tree.depths)
+
+
+def judge(rows: Rows, choices: mx.array | None, answering: bool) -> Verified:
+    """Let a generation's rule accept what it accepts of the drafts."""
+    drafted, generation = rows.drafted, rows.generation
+    draft, request = drafted.draft, generation.request
+    finite = list(draft.finite.values())
+    verified = VerifiedRows(rows.scores, generation.anchor_position, choices, finite, rows.usable)
+    outcome = generation.rule.accept(draft, verified)
+    answers = mx.argmax(rows.processed, axis=-1).astype(mx.int32) if answering else None
+    logprobs = None
     if answering or request.logprobs or request.top_logprobs:
-        said = said_by_rows(lane.outcome, lane.tree) if lane.answers is None else lane.answers
-        lane.logprobs = RowLogprobs.of(judged.processed, said, request.top_logprobs)
+        emitted = emitted_by_rows(outcome, drafted.tree) if answers is None else answers
+        logprobs = RowLogprobs.of(rows.processed, emitted, request.top_logprobs)
+    return Verified(drafted, rows.logits, outcome, answers, logprobs)
 
 
-def said_by_rows(outcome: mx.array, tree: Tree) -> mx.array:
-    """Return the token of each row by what was accepted: [k + 1] int32; rows that do not stand say anything."""
-    k = tree.rows - 1
-    return tree.said(outcome[k], outcome[:k], outcome[k + 1])
+def emitted_by_rows(outcome: mx.array, tree: Tree) -> mx.array:
+    """Return the token that each row emits by what was accepted: [k + 1] int32; rejected rows emit any."""
+    k = tree.num_rows - 1
+    return tree.emitted(outcome[k], outcome[:k], outcome[k + 1])
 
 
-def split(lanes: Sequence[Lane], of_rows: mx.array) -> list[mx.array]:
-    """Cut what was computed of each row, [R, ...], into the parts of the lanes."""
-    if len(lanes) == 1:
+def split(parts: Sequence[Drafted], of_rows: mx.array) -> list[mx.array]:
+    """Cut what was computed of each row, [R, ...], into the parts of the generations."""
+    if len(parts) == 1:
         return [of_rows]
-    return list(mx.split(of_rows, list(accumulate(lane.tree.rows for lane in lanes))[:-1]))
+    return list(mx.split(of_rows, list(accumulate(part.tree.num_rows for part in parts))[:-1]))
+
+
+def read_outcome(verified: Verified) -> tuple[list[int], tuple[int, ...]]:
+    """Read back what a generation's rows emit, and the row that emits each of these tokens.
+
+    Raises DrafterFailure where the draft pass produced NaN or infinity, NonFiniteError where the target did, or where
+    bias and processors leave no token.
+    """
+    draft, generation = verified.drafted.draft, verified.drafted.generation
+    values = [int(v) for v in np.array(verified.outcome)]
+    k, position = draft.tokens.size, generation.anchor_position
+    *stages, usable = values[k + 2 :]
+    for stage, finite in zip(draft.finite, stages, strict=True):
+        if not finite:
+            raise DrafterFailure(f"the drafter's {stage} at position {position} holds NaN or infinity")
+    path = draft.tree.paths[values[k]]
+    if not usable:
+        raise no_token(verified, path, position)
+    return [*(values[row - 1] for row in path[1:]), values[k + 1]], path
+
+
+def no_token(verified: Verified, path: Sequence[int], position: int) -> NonFiniteError:
+    """Return the error of rows from which no token can be taken."""
+    if mx.all(mx.isfinite(verified.logits[mx.array(list(path))])):
+        return NonFiniteError(
+            f"Bias, penalties and logits processors leave no token to choose after position {position}: every score "
+            "is minus infinity, or one is NaN or infinity. Allow at least one token."
+        )
+    return NonFiniteError(
+        f"The target logits at position {position} hold NaN or infinity, so no token can be taken from them. "
+        "Load the model in bfloat16 or float32, and check its weights."
+    )
+
+
+def up_to_difference(emitted: list[int], answers: list[int]) -> list[int]:
+    """Return tokens up to the first that is not the row's answer, which takes its place."""
+    differs = next(
+        (i for i, (token, answer) in enumerate(zip(emitted, answers, strict=False)) if token != answer), None
+    )
+    return emitted if differs is None else [*emitted[:differs], answers[differs]]
+
+
+def for_each(parts: Sequence[Input], step: Callable[[Input], Output], errors: Errors) -> list[Output]:
+    """Return what a step makes of each generation's part; what it raises is kept as that generation's error."""
+    done = []
+    for part in parts:
+        try:
+            done.append(step(part))
+        except Exception as error:
+            errors[part.generation] = error
+    return done

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
 from mlx_spec.generate.stream import encode, make_sampling
 from mlx_spec.generate.text_stream import TextStream
@@ -132,7 +132,7 @@ def _continued(engine: Engine, generations: list[Generation], best: int, thought
         for other in generations:
             engine.close(other)
         generations[:] = [goes_on]
-        while goes_on.room and goes_on.finish_reason is None:
+        while goes_on.finish_reason is None:
             engine.step(goes_on)
         generation = goes_on
     thought.stream.finish(stop_token=generation.tokens[-1] in generation.request.eos_token_ids)

@@ -8,13 +8,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import wired_limit
 
-from mlx_spec.engine.engine import Engine, Generation, Request
-from mlx_spec.errors import RequestError
-from mlx_spec.engine.request import Round
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine import Engine, Generation, Request, Round
 from mlx_spec.engine.statistics import Statistics
-from mlx_spec.target import Sequence as CachedSequence
+from mlx_spec.errors import RequestError
 from mlx_spec.generate.text_stream import TextStream
+from mlx_spec.target import CachedSequence
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def stream_generate(
     max_tokens: int = 256,
     n: int = 1,
     num_draft_tokens: int | Literal["adaptive"] | None = None,
-    num_leaves: int | None = None,
+    num_sibling_drafts: int | None = None,
     stop: str | Sequence[str] = (),
     logprobs: bool = False,
     top_logprobs: int = 0,
@@ -67,7 +66,7 @@ def stream_generate(
     engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
     max_tokens: -1 for no limit. n: texts to generate together; text i draws with seed + i, and is the one that
     this seed gives alone. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
-    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. num_leaves: verify so many
+    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. num_sibling_drafts: verify so many
     runners-up beside a number of drafts; None lets measured costs decide. stop: text that ends the generation and
     is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the likeliest tokens,
     up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
@@ -87,7 +86,7 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        num_leaves=num_leaves,
+        num_sibling_drafts=num_sibling_drafts,
         is_end=streams[0].add,
         on_progress=prompt_progress_callback,
         on_verified=on_verified,
@@ -124,7 +123,7 @@ def _responses(
             text=stream.segments[before + i],
             token=token,
             logprobs=logprobs.all if logprobs else None,
-            from_draft=i < done.from_draft,
+            from_draft=i < done.num_from_draft,
             prompt_tokens=statistics.prompt_tokens,
             prompt_tps=statistics.prompt_tps,
             generation_tokens=before + i + 1,

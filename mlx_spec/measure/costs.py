@@ -1,31 +1,20 @@
 """What draft and verify passes cost on this machine, measured once per machine, model and version."""
 
-import hashlib
-import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields
-from functools import cache, partial
-from importlib.metadata import version
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-import metal_kernels
-import mlx_spec.target
-from metal_kernels import MAX_ROWS
-from metal_kernels.implementations import implementation
-from mlx_spec.cache_folder import cache_folder
-from mlx_spec.drafters.base import Ask, Committed, Drafter
+from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.drafters.base import Committed, Drafter, DraftRequest
 from mlx_spec.engine.draft_policy import Costs
-from mlx_spec.target import Sequence, Target
+from mlx_spec.measure import store
+from mlx_spec.target import CachedSequence, Target
 
 CONTEXT = 64
 # Sequences of a draft pass that is compared with that of one.
@@ -37,14 +26,12 @@ Name = TypeVar("Name")
 
 
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
-    """Return the costs from the cache, or measure them (a second or two, on a CPU ten) and cache them."""
-    path = cache_folder() / "costs.json"
-    key, known = cost_key(target, drafter, drafter_name), read_costs(path)
-    costs = from_json(known.get(key))
+    """Return the costs that are stored, or measure them (a second or two, on a CPU ten) and store them."""
+    key = cost_key(target, drafter, drafter_name)
+    costs = from_json(store.read().get(key))
     if costs is None:
         costs = measure(target, drafter, progress)
-        known[key] = as_json(costs)
-        write_costs(path, known)
+        store.write(key, as_json(costs))
     return costs
 
 
@@ -63,35 +50,38 @@ def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
             state.free()
 
 
-def timed(target: Target, drafter: Drafter, sequence: Sequence, states: list[Any], progress: bool) -> Costs:
+def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: list[Any], progress: bool) -> Costs:
     """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks join."""
     most = drafter.max_draft
-    tokens = mx.zeros((min(CONTEXT, sequence.room),), dtype=mx.int32)
+    tokens = mx.zeros((min(CONTEXT, sequence.free_positions),), dtype=mx.int32)
     before = max(1, tokens.size - 1 - most // 2)
-    rows = target.forward([(sequence, tokens)], drafter.taps)
+    rows = target.forward([(sequence, tokens)], drafter.target_layer_ids)
     target.commit(sequence, rows)
-    drafter.extend([(states[0], Committed(0, tokens[:before], rows.taps[:before]))])
+    drafter.extend([(states[0], Committed(0, tokens[:before], rows.aux_hidden_states[:before]))])
 
     def propose(drafting: list[Any], count: int) -> list[mx.array]:
-        asks = [Ask(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None)) for state in drafting]
-        return [proposal.tokens for proposal in drafter.propose(asks)]
+        requests = [
+            DraftRequest(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
+            for state in drafting
+        ]
+        return [proposal.tokens for proposal in drafter.propose(requests)]
 
     # What waits of the context is taken in before the first draft, and not again.
-    mx.eval(sequence.arrays, rows.taps, propose(states, 1))
+    mx.eval(sequence.arrays, rows.aux_hidden_states, propose(states, 1))
 
     def verify(count: int) -> list[mx.array]:
-        passed = target.forward([(sequence, tokens[:count])], drafter.taps)
+        passed = target.forward([(sequence, tokens[:count])], drafter.target_layer_ids)
         return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int, sequences: int) -> list[mx.array]:
         forks = [states[0].fork() for _ in range(sequences)]
         states.extend(forks)
         round_before = slice(before, before + 1 + count // 2)
-        committed = Committed(before, tokens[round_before], rows.taps[round_before])
+        committed = Committed(before, tokens[round_before], rows.aux_hidden_states[round_before])
         drafter.extend([(fork, committed) for fork in forks])
         return propose(forks, count)
 
-    counts, drafts = sorted({1, 2, (most + 3) // 2, most + 1, MAX_ROWS}), sorted({1, most})
+    counts, drafts = sorted({1, 2, (most + 3) // 2, most + 1, MAX_VERIFY_ROWS}), sorted({1, most})
     passes = {("verify", n): partial(verify, n) for n in counts}
     passes |= {("draft", n): partial(draft, n, 1) for n in drafts}
     passes |= {("together", n): partial(draft, n, TOGETHER) for n in drafts}
@@ -131,50 +121,4 @@ def from_json(entry: Any) -> Costs | None:
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     """Identify machine, model, drafter and versions."""
-    return model_key(target, drafter_name, str(drafter.max_draft))
-
-
-def model_key(target: Target, *more: str) -> str:
-    """Identify machine, model, versions, the implementation of the operations, and what ``more`` names."""
-    weights = dict(tree_flatten(target.model.parameters()))
-    parts = [
-        platform.node(),
-        platform.machine(),
-        str(mx.default_device()),
-        implementation(),
-        *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
-        code_digest(),
-        target.name,
-        f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
-        *more,
-    ]
-    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
-
-
-@cache
-def code_digest() -> str:
-    """Identify the code of a pass: installed from a repository, it changes while its version stays."""
-    packages = (Path(metal_kernels.__file__).parent, Path(mlx_spec.target.__file__).parent)
-    files = sorted(path for package in packages for path in package.iterdir() if path.is_file())
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def read_costs(path: Path) -> dict[str, Any]:
-    """Read the cache; a missing or damaged file is an empty one."""
-    try:
-        known = json.loads(path.read_text())
-        return known if isinstance(known, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def write_costs(path: Path, known: object) -> None:
-    """Write the cache in one step; a full disk only means measuring again next time."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+    return store.key(target, drafter_name, str(drafter.max_draft))

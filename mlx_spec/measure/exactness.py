@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from mlx_spec.cache_folder import cache_folder
-from mlx_spec.measure.costs import model_key, read_costs, write_costs
 from mlx_spec.diagnose.rows import check_rows, check_tree
 from mlx_spec.engine.statistics import Exactness
+from mlx_spec.measure import store
 from mlx_spec.target import Target
 
 OFF = Exactness(False, "turned off: MLX's own operations run, whose rows may depend on each other")
@@ -16,13 +15,11 @@ COMPARED = 4
 def checked_exactness(target: Target, most_rows: int) -> Exactness:
     """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or read what that gave last time."""
     counts = sorted({2, most_rows})
-    path = cache_folder() / "costs.json"
-    key, known = model_key(target, f"passes of {counts} rows and a tree"), read_costs(path)
-    exactness = from_json(known.get(key))
+    key = store.key(target, f"passes of {counts} rows and a tree")
+    exactness = from_json(store.read().get(key))
     if exactness is None:
         exactness = check(target, counts)
-        known[key] = {"exact": exactness.holds, "reason": exactness.reason}
-        write_costs(path, known)
+        store.write(key, {"exact": exactness.holds, "reason": exactness.reason})
     return exactness
 
 

@@ -22,7 +22,8 @@ from metal_kernels import (
     linear_rows,
 )
 from metal_kernels.implementations import implementation, using
-from mlx_spec.target.recurrent import Held, Past, is_prompt
+from mlx_spec.target.batch_layout import PassContext, is_prompt
+from mlx_spec.target.recurrent import LayerState
 
 
 @dataclass(frozen=True)
@@ -63,27 +64,27 @@ class DeltaNet:
             Linear.of(module.out_proj),
         )
 
-    def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, Held]:
+    def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, LayerState]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and what the next pass starts from."""
         projected = linear_rows(x, self.projections)
-        held, slots, accepted, outputs = past.held[self.index], past.slots, past.accepted, []
-        for piece in past.pieces:
-            rows = projected if len(past.pieces) == 1 else projected[piece.index]
-            out, held = self._advance(rows, piece.spans, held, slots, accepted)
-            slots, accepted = piece.spans.own_slots(), piece.spans
+        kept, slots, accepted, outputs = context.states[self.index], context.slots, context.accepted, []
+        for chunk in context.chunks:
+            rows = projected if len(context.chunks) == 1 else projected[chunk.index]
+            out, kept = self._advance(rows, chunk.spans, kept, slots, accepted)
+            slots, accepted = chunk.spans.own_slots(), chunk.spans
             outputs.append(out)
-        if is_prompt(past.cached.counts):
-            held = self._settled(held, accepted)
+        if is_prompt(context.cached.counts):
+            kept = self._settled(kept, accepted)
         mixed = outputs[0]
-        if len(past.pieces) > 1:
-            index = mx.concatenate([piece.index for piece in past.pieces])
+        if len(context.chunks) > 1:
+            index = mx.concatenate([chunk.index for chunk in context.chunks])
             mixed = mx.concatenate(outputs)[mx.argsort(index)]
-        return linear_rows(self._gated(mixed, projected), self.output, residual=residual), held
+        return linear_rows(self._gated(mixed, projected), self.output, residual=residual), kept
 
-    def empty(self, dtype: mx.Dtype) -> Held:
-        """Return what the layer holds of a sequence without positions; its one row belongs to nobody."""
+    def empty(self, dtype: mx.Dtype) -> LayerState:
+        """Return what the layer holds of a sequence without positions; it has one dummy row."""
         heads, taps = self.heads, self.conv.shape[1]
-        return Held(
+        return LayerState(
             mx.zeros((1, heads.value_heads, heads.value_size, heads.key_size)),
             mx.zeros((1, taps - 1, heads.channels), dtype=dtype),
             mx.zeros((1, sum(part.size for part in self.projections)), dtype=dtype),
@@ -92,24 +93,24 @@ class DeltaNet:
         )
 
     def _advance(
-        self, projected: mx.array, spans: RowSpans, held: Held, slots: mx.array, accepted: RowSpans
-    ) -> tuple[mx.array, Held]:
-        """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what is held then."""
+        self, projected: mx.array, spans: RowSpans, kept: LayerState, slots: mx.array, accepted: RowSpans
+    ) -> tuple[mx.array, LayerState]:
+        """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what to keep."""
         places: dict[str, Any] = {"spans": spans, "slots": slots}
         with kernels_wherever_they_run():
             q, k, v, conv_state = causal_conv_advance(
-                projected, held.projected, accepted, held.conv_state, self.conv, self.heads, **places
+                projected, kept.projected, accepted, kept.conv_state, self.conv, self.heads, **places
             )
             new = DeltaRows(k, v, projected, projected)
-            out, state = gated_delta_advance(q, new, held.rows, accepted, held.state, gates=self.gates, **places)
-        return out, Held(state, conv_state, projected, k, v)
+            out, state = gated_delta_advance(q, new, kept.rows, accepted, kept.state, gates=self.gates, **places)
+        return out, LayerState(state, conv_state, projected, k, v)
 
-    def _settled(self, held: Held, accepted: RowSpans) -> Held:
-        """Step through the accepted rows, so that the passes behind a prompt of any length have one shape."""
+    def _settled(self, kept: LayerState, accepted: RowSpans) -> LayerState:
+        """Step through the accepted rows, so that the passes after a prompt of any length have one shape."""
         with kernels_wherever_they_run():
-            state = gated_delta_replay(held.rows, held.state, accepted, gates=self.gates)
-            conv_state = causal_conv_replay(held.projected, held.conv_state, accepted, self.heads)
-        return Held(state, conv_state, held.projected[:1], held.k[:1], held.v[:1])
+            state = gated_delta_replay(kept.rows, kept.state, accepted, gates=self.gates)
+            conv_state = causal_conv_replay(kept.projected, kept.conv_state, accepted, self.heads)
+        return LayerState(state, conv_state, kept.projected[:1], kept.k[:1], kept.v[:1])
 
     def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
         """Norm heads [R, Hv, Dv] and multiply them by silu(z) in float32, as mlx-lm does: [R, Hv * Dv]."""

@@ -7,9 +7,10 @@ import mlx.core as mx
 
 from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope, rope_frequencies
 from mlx_spec.errors import UnsupportedModel
+from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated
 from mlx_spec.target.families import Family, FeedForward
-from mlx_spec.target.recurrent import Held, Past
+from mlx_spec.target.recurrent import LayerState
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,21 @@ class Attention:
         """D, the size of a head."""
         return sum(part.size for part in self.qkv) // (self.heads * (1 + self.gated) + 2 * self.kv_heads)
 
-    def __call__(self, x: mx.array, residual: mx.array, past: Past) -> tuple[mx.array, mx.array]:
+    def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, mx.array]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
-        projected, queries, keys_values = self.project(x, past.positions)
+        projected, queries, keys_values = self.project(x, context.positions)
         # Splitting keeps a view; an index would copy.
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         attended = attention_rows(
             queries,
             keys,
             values,
-            past.pool,
+            context.pool,
             self.index,
-            past.cached,
+            context.cached,
             scale=self.scale,
             window=self.window,
-            paths=past.paths,
+            paths=context.paths,
         )
         return self.finish(projected, attended, residual), keys_values
 
@@ -151,9 +152,9 @@ class Layer:
         except (TypeError, ValueError) as error:
             raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
 
-    def __call__(self, x: mx.array, past: Past) -> tuple[mx.array, mx.array | Held]:
+    def __call__(self, x: mx.array, context: PassContext) -> tuple[mx.array, mx.array | LayerState]:
         """Run rows [R, hidden]; return them and what later passes need of them."""
-        x, kept = self.mixer(self.input_norm(x), x, past)
+        x, kept = self.mixer(self.input_norm(x), x, context)
         return self.feed_forward(self.post_norm(x), x), kept
 
 

@@ -4,13 +4,13 @@ A page holds the keys and values of all layers for a fixed run of positions. For
 that is shared is copied when one of its owners writes into it. Only accepted rows are ever written.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from mlx_spec.errors import ContextFull, PositionError
-from mlx_spec.target.recurrent import Recurrent
+from mlx_spec.target.recurrent import RecurrentState
 
 PAGE_SLOTS = 32
 
@@ -51,7 +51,7 @@ class PagePool:
         if not self.free_pages:
             raise ContextFull(
                 f"All {self.max_pages} KV pages of {PAGE_SLOTS} tokens are in use; "
-                "close a sequence or load the model with a larger max_kv_size."
+                "close a sequence or load the model with a larger max_cached_tokens."
             )
         if 0 not in self._owners:
             self._grow()
@@ -78,7 +78,7 @@ class PagePool:
         """Give a page the contents of another, lazily."""
         self.data[mx.array([into])] = self.data[mx.array([page])]
 
-    def write(self, pages: SequenceOf[int], slots: SequenceOf[int], rows: mx.array) -> None:
+    def write(self, pages: Sequence[int], slots: Sequence[int], rows: mx.array) -> None:
         """Put rows [R, layers, 2, KV, D] into (page, slot) places, lazily.
 
         A scatter by index arrays, left for the next graph to run first: in that order MLX updates the pool in
@@ -94,7 +94,7 @@ class PagePool:
 
 
 @dataclass
-class Sequence:
+class CachedSequence:
     """A list of pages and the number of accepted positions in them. The only owner of its length.
 
     recurrent: what recurrent layers keep of the accepted positions; None before the first, and for models without.
@@ -103,7 +103,7 @@ class Sequence:
     pool: PagePool
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    recurrent: Recurrent | None = None
+    recurrent: RecurrentState | None = None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -111,21 +111,21 @@ class Sequence:
         return [self.pool.data, *(self.recurrent.arrays if self.recurrent else ())]
 
     @property
-    def room(self) -> int:
+    def free_positions(self) -> int:
         """How many more positions fit into the pool, while no other sequence takes a page."""
         left = -self.length % PAGE_SLOTS
         # Writing into a shared page takes a free one for the copy.
         pages = self.pool.free_pages - (left > 0 and self.pool.is_shared(self.pages[-1]))
         return left + pages * PAGE_SLOTS if pages >= 0 else 0
 
-    def fork(self) -> "Sequence":
+    def fork(self) -> "CachedSequence":
         """Return a sequence with the same contents that shares every page and every state."""
         for page in self.pages:
             self.pool.share(page)
-        return Sequence(self.pool, list(self.pages), self.length, self.recurrent)
+        return CachedSequence(self.pool, list(self.pages), self.length, self.recurrent)
 
-    def append(self, rows: mx.array, recurrent: Recurrent | None = None) -> None:
-        """Write accepted rows [R, layers, 2, KV, D] behind the last position, see ``append_rows``."""
+    def append(self, rows: mx.array, recurrent: RecurrentState | None = None) -> None:
+        """Write accepted rows [R, layers, 2, KV, D] after the last position, see ``append_rows``."""
         append_rows([(self, rows, recurrent)])
 
     def rewind(self, position: int) -> None:
@@ -151,12 +151,12 @@ class Sequence:
         del self.pages[keep:]
         self.length, self.recurrent = position, recurrent
 
-    def behind(self, pages: int) -> "Sequence":
-        """Return a sequence of what stands behind the first ``pages`` pages, counted from 0, on the same pages.
+    def drop_first_pages(self, pages: int) -> "CachedSequence":
+        """Return a sequence without the first ``pages`` pages, positions counted from 0, on the same pages.
 
         It takes this one's place: the first pages are for the caller to release.
         """
-        return Sequence(self.pool, self.pages[pages:], self.length - pages * PAGE_SLOTS)
+        return CachedSequence(self.pool, self.pages[pages:], self.length - pages * PAGE_SLOTS)
 
     def free(self) -> None:
         """Give all pages back."""
@@ -167,9 +167,9 @@ class Sequence:
         needed = self._pages_for(count) - len(self.pages) + len(self._shared())
         if needed > self.pool.free_pages:
             raise ContextFull(
-                f"{count} more tokens behind position {self.length} need {needed} KV pages, "
+                f"{count} more tokens after position {self.length} need {needed} KV pages, "
                 f"{self.pool.free_pages} of {self.pool.max_pages} are free; "
-                "close a sequence or load the model with a larger max_kv_size."
+                "close a sequence or load the model with a larger max_cached_tokens."
             )
 
     def make_room(self, count: int) -> None:
@@ -178,7 +178,7 @@ class Sequence:
         for i in self._shared():
             self.pool.allocate(self.pages)
             self.pool.copy(self.pages[i], self.pages[-1])
-            # The shared page stands at the end for a moment, so that it is listed until it is released.
+            # The shared page is at the end for a moment, so that it is listed until it is released.
             self.pages[i], self.pages[-1] = self.pages[-1], self.pages[i]
             self.pool.release(self.pages.pop())
         while len(self.pages) < self._pages_for(count):
@@ -192,8 +192,8 @@ class Sequence:
         return [i for i in range(self.length // PAGE_SLOTS, len(self.pages)) if self.pool.is_shared(self.pages[i])]
 
 
-def append_rows(parts: SequenceOf[tuple[Sequence, mx.array, Recurrent | None]]) -> None:
-    """Write accepted rows [R, layers, 2, KV, D] behind the last positions of sequences of one pool, in one write.
+def append_rows(parts: Sequence[tuple[CachedSequence, mx.array, RecurrentState | None]]) -> None:
+    """Write accepted rows [R, layers, 2, KV, D] after the last positions of sequences of one pool, in one write.
 
     With the rows comes what recurrent layers keep of all positions of a sequence, these included.
     Raises ContextFull when the pool has too few free pages; then nothing is changed, but pages may be held ready.
@@ -210,11 +210,11 @@ def append_rows(parts: SequenceOf[tuple[Sequence, mx.array, Recurrent | None]]) 
         written = [rows for _, rows, _ in parts if rows.shape[0]]
         parts[0][0].pool.write(pages, slots, written[0] if len(written) == 1 else mx.concatenate(written))
     for (sequence, _, recurrent), end in zip(parts, ends, strict=True):
-        # One statement: pages and states stand at the same position whenever someone looks.
+        # One statement: pages and states are at the same position whenever someone looks.
         sequence.length, sequence.recurrent = end, recurrent
 
 
-def rooms(sequences: SequenceOf[Sequence], most: int) -> list[int]:
+def reserve_positions(sequences: Sequence[CachedSequence], most: int) -> list[int]:
     """Return how many positions, at most ``most``, each of these sequences of one pool can append if all do.
 
     In this order: first a position for each, then more. 0 where there is no page even for one.
@@ -234,8 +234,8 @@ def rooms(sequences: SequenceOf[Sequence], most: int) -> list[int]:
         if shared:
             owners[page] -= 1
         found.append(left or PAGE_SLOTS)
-    for index, room in enumerate(found):
-        if 0 < room < most and free:
+    for index, positions in enumerate(found):
+        if 0 < positions < most and free:
             free -= 1
             found[index] += PAGE_SLOTS
-    return [min(room, most) for room in found]
+    return [min(positions, most) for positions in found]

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from mlx_spec.measure.exactness import OFF
+from mlx_spec.cli import bench
 from mlx_spec.engine.statistics import Statistics
-from tools import bench
+from mlx_spec.measure.exactness import OFF
 
 
 def statistics(drafted: list[int], accepted: list[int], tokens: int, rounds: int, seconds: float) -> Statistics:
@@ -26,15 +26,15 @@ def test_a_tally_adds_prompts_of_different_depth() -> None:
     assert row["accepted_length"] == round(11 / 6, 3)
     assert row["acceptance"] == [round(4 / 6, 3), 0.25]
     assert row["ratio"] == round((11 / 3) / (11 / 5.5), 3)
-    assert (row["leaves"], row["accepted_leaves"]) == (0, 0)
+    assert (row["siblings"], row["accepted_siblings"]) == (0, 0)
 
 
 def test_leaves_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     tally = bench.Tally()
-    for leaves, stood in ((6, 2), (3, 0)):
-        tally.add(replace(statistics([1], [1], 2, 1, 1.0), leaves=leaves, accepted_leaves=stood), None)
+    for siblings, stood in ((6, 2), (3, 0)):
+        tally.add(replace(statistics([1], [1], 2, 1, 1.0), siblings=siblings, accepted_siblings=stood), None)
     bench.print_table({"kinds": {"all": tally.as_dict()}, "equal_replies": 0, "compared_replies": 0})
-    assert "leaves: 2 of 9 stood" in capsys.readouterr().out
+    assert "siblings: 2 of 9 stood" in capsys.readouterr().out
 
 
 def test_without_the_plain_lane_there_is_no_ratio(capsys) -> None:

@@ -24,9 +24,9 @@ STATS = {
     "generation_tps",
     "seconds",
     "rounds",
-    "parked_rounds",
-    "leaves",
-    "accepted_leaves",
+    "undrafted_rounds",
+    "siblings",
+    "accepted_siblings",
     "accepted_length",
     "drafted",
     "accepted",
@@ -239,7 +239,7 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--extra-eos-token", "5000"], ["'5000'", "no token"]),
     (["--max-tokens", "0"], ["max_tokens", "0"]),
     (["--prefill-step-size", "0"], ["prefill_step_size", "0"]),
-    (["--max-kv-size", "32", "--prompt", "long " * 40], ["max_kv_size"]),
+    (["--max-kv-size", "32", "--prompt", "long " * 40], ["max_cached_tokens"]),
 ]
 
 
@@ -393,6 +393,6 @@ def test_costs_are_measured_once(model: str, drafter: str, cache: Path, capsys: 
     assert os.environ["MLX_SPEC_CACHE"] == str(cache)
     argv = ["--model", model, "--drafter", drafter, "-m", "2"]
     answer(capsys, *argv)
-    before = (cache / "costs.json").read_bytes()
+    before = (cache / "machine.json").read_bytes()
     answer(capsys, *argv)
-    assert (cache / "costs.json").read_bytes() == before
+    assert (cache / "machine.json").read_bytes() == before

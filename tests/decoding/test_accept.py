@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from verified import accept
+from verified import accept, scores_of
 
-from mlx_spec import noise
+from mlx_spec.decoding import noise
 from mlx_spec.decoding.accept import AcceptRule, Coupled, Greedy, Rejection, rule_for
-from mlx_spec.drafters.base import Proposal
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft
 
 VOCAB = 12
 RANDOM = np.random.default_rng(0)
@@ -26,8 +26,8 @@ DRAFT = mx.array(RANDOM.normal(size=(VOCAB, VOCAB)) * 1.5, dtype=mx.float32)
 ANCHOR, POSITION = 4, 17
 
 
-def nothing(count: int = 0) -> Proposal:
-    return Proposal(mx.zeros((count,), dtype=mx.int32), mx.zeros((count, 1), dtype=mx.int32))
+def nothing(count: int = 0) -> Draft:
+    return Draft(mx.zeros((count,), dtype=mx.int32), mx.zeros((count, 1), dtype=mx.int32))
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Judged:
     following: mx.array
 
 
-def judge(rule: AcceptRule, proposal: Proposal, scores: mx.array, position: int) -> Judged:
+def judge(rule: AcceptRule, proposal: Draft, scores: mx.array, position: int) -> Judged:
     """Let a rule accept, with two flags, and take its packed answer apart."""
     k = proposal.tokens.size
     flags = [mx.array([True, True]), mx.array([True, False])]
@@ -84,7 +84,7 @@ def test_the_chi_square_probability_equals_tabled_values() -> None:
 
 @pytest.mark.parametrize("rule", [Greedy(), Coupled(5, 1.0, VOCAB), Rejection(5, 1.0)])
 def test_the_answer_holds_drafts_and_flags_too(rule: AcceptRule) -> None:
-    proposal = Proposal(mx.array([7, 3], dtype=mx.int32), nothing(2).candidates)
+    proposal = Draft(mx.array([7, 3], dtype=mx.int32), nothing(2).candidates)
     flags = [mx.array(True), mx.array([True, False]), mx.array([True, True])]
     outcome = accept(rule, proposal, TARGET[:3], POSITION, flags).tolist()
     assert outcome[:2] == [7, 3]
@@ -93,11 +93,11 @@ def test_the_answer_holds_drafts_and_flags_too(rule: AcceptRule) -> None:
 
 def test_greedy_takes_the_best_candidate_and_compares_with_the_argmax() -> None:
     ids = mx.array([7, 3, 9])
-    token, probabilities = Greedy().choose(5, ids, mx.array([0.1, 2.0, 1.0]))
+    token, probabilities = Greedy().sample_draft(5, ids, mx.array([0.1, 2.0, 1.0]))
     assert (token.item(), probabilities) == (3, None)
     scores = mx.array([[0.0, 1.0, 0.0], [3.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
-    assert values(judge(Greedy(), Proposal(mx.array([1, 0]), nothing(2).candidates), scores, 0)) == (2, 2)
-    assert values(judge(Greedy(), Proposal(mx.array([1, 2]), nothing(2).candidates), scores, 0)) == (1, 0)
+    assert values(judge(Greedy(), Draft(mx.array([1, 0]), nothing(2).candidates), scores, 0)) == (2, 2)
+    assert values(judge(Greedy(), Draft(mx.array([1, 2]), nothing(2).candidates), scores, 0)) == (1, 0)
 
 
 def test_the_rule_follows_from_the_sampling() -> None:
@@ -108,7 +108,7 @@ def test_the_rule_follows_from_the_sampling() -> None:
 
 def scores_behind(sampling: Sampling, tokens: mx.array) -> mx.array:
     """The target's scores of the rows of ``tokens``, [R] to [R, V]."""
-    return sampling.scores(TARGET[tokens], [], tokens[1:])
+    return scores_of(sampling, TARGET[tokens], [], tokens[1:])
 
 
 @cache
@@ -153,7 +153,9 @@ def test_coupled_draws_do_not_depend_on_the_draft() -> None:
     sampling, length = Sampling(temp=1.0, seed=3), 24
     rows = mx.array(RANDOM.normal(size=(length, VOCAB)), dtype=mx.float32)
     alone = [
-        values(judge(Coupled(3, 1.0, VOCAB), nothing(), sampling.scores(rows[i : i + 1], [], mx.array([])), i))[1]
+        values(
+            judge(Coupled(3, 1.0, VOCAB), nothing(), scores_of(sampling, rows[i : i + 1], [], mx.array([])), i)
+        )[1]
         for i in range(length)
     ]
     for lot in range(5):
@@ -164,9 +166,9 @@ def test_coupled_draws_do_not_depend_on_the_draft() -> None:
             drafts = [t if random.random() < 0.7 else int(random.integers(VOCAB)) for t in alone[at : at + k]]
             # A drafter draws with the rule, too, at positions ahead; that must leave no trace.
             for j in range(k):
-                rule.choose(at + 1 + j, mx.arange(VOCAB), rows[0])
-            proposal = Proposal(mx.array(drafts, dtype=mx.int32), nothing(k).candidates)
-            scores = sampling.scores(rows[at : at + k + 1], [], proposal.tokens)
+                rule.sample_draft(at + 1 + j, mx.arange(VOCAB), rows[0])
+            proposal = Draft(mx.array(drafts, dtype=mx.int32), nothing(k).candidates)
+            scores = scores_of(sampling, rows[at : at + k + 1], [], proposal.tokens)
             count, following = values(judge(rule, proposal, scores, at))
             text += [*drafts[:count], following]
         assert text == alone
@@ -177,18 +179,18 @@ def test_coupled_drafts_are_drawn_with_the_targets_noise() -> None:
     scores = scores_behind(Sampling(temp=0.7), mx.array([ANCHOR]))
     for seed in range(50):
         rule = Coupled(seed, 0.7, VOCAB)
-        token, probabilities = rule.choose(POSITION + 1, mx.arange(VOCAB), TARGET[ANCHOR])
+        token, probabilities = rule.sample_draft(POSITION + 1, mx.arange(VOCAB), TARGET[ANCHOR])
         drawn = values(judge(rule, nothing(), scores, POSITION))[1]
         assert (token.item(), probabilities) == (drawn, None)
         others = [t for t in (0, 3, 8, 11) if t != drawn]
         ids = mx.array([*others, drawn])
-        assert rule.choose(POSITION + 1, ids, TARGET[ANCHOR][ids])[0].item() == drawn
+        assert rule.sample_draft(POSITION + 1, ids, TARGET[ANCHOR][ids])[0].item() == drawn
 
 
 def first_two(
     sampling: Sampling, seed: int, k: int, candidates: mx.array, draft: mx.array
 ) -> tuple[mx.array, ...]:
-    """Emit two tokens behind the anchor, lazily: a round that drafts k tokens and, if it must, a plain one.
+    """Emit two tokens after the anchor, lazily: a round that drafts k tokens and, if it must, a plain one.
 
     candidates: [V, K] ids by the token before, draft: [V, V] logits. Returns both tokens and the accepted count.
     """
@@ -196,10 +198,10 @@ def first_two(
     previous, drafts, ids, drawn_from = mx.array(ANCHOR), [], [], []
     for t in range(k):
         ids.append(candidates[previous])
-        previous, probabilities = rule.choose(POSITION + 1 + t, ids[-1], draft[previous][ids[-1]])
+        previous, probabilities = rule.sample_draft(POSITION + 1 + t, ids[-1], draft[previous][ids[-1]])
         drafts.append(previous)
         drawn_from.append(probabilities)
-    proposal = Proposal(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from))
+    proposal = Draft(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from))
     table = score_table(sampling)
     rows = mx.concatenate([mx.array([ANCHOR]), proposal.tokens])
     accepted = judge(rule, proposal, table[rows], POSITION)
@@ -297,7 +299,7 @@ def test_rejection_accepts_nothing_that_was_not_drawn_from_a_distribution() -> N
     """Drafts without probabilities cannot be judged, so the target's own token is drawn."""
     scores = scores_behind(Sampling(temp=1.0), mx.array([ANCHOR, 1, 2]))
     counts = {
-        values(judge(Rejection(seed, 1.0), Proposal(mx.array([1, 2]), nothing(2).candidates), scores, POSITION))[0]
+        values(judge(Rejection(seed, 1.0), Draft(mx.array([1, 2]), nothing(2).candidates), scores, POSITION))[0]
         for seed in range(50)
     }
     assert counts == {0}

@@ -22,40 +22,45 @@ from test_accept import (
 from verified import accept
 
 import mlx_spec.decoding.accept
-from mlx_spec import noise
+from mlx_spec.decoding import noise
 from mlx_spec.decoding.accept import Rejection
-from mlx_spec.drafters.base import Proposal
-from mlx_spec.drafters.siblings import with_leaves
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft
+from mlx_spec.drafters.siblings import with_siblings
 
 DRAWS = 8000
 # Where a case draws: the positions from the anchor on, for every purpose and up to four drafts of a position.
 PLACES = [(POSITION + j, purpose) for j in range(4) for purpose in range(noise.ACCEPT + 4)]
-LEAVES = {"a leaf": (1,), "three leaves": (3,), "two beside the first": (2, 1), "one beside the second": (0, 1)}
+LEAVES = {
+    "a sibling": (1,),
+    "three siblings": (3,),
+    "two beside the first": (2, 1),
+    "one beside the second": (0, 1),
+}
 
 
 def first_two(
-    sampling: Sampling, seed: int, leaves: tuple[int, ...], candidates: mx.array, draft: mx.array
+    sampling: Sampling, seed: int, siblings: tuple[int, ...], candidates: mx.array, draft: mx.array
 ) -> tuple[mx.array, ...]:
-    """Emit two tokens behind the anchor, lazily: a round that verifies a tree and, if it must, a plain one.
+    """Emit two tokens after the anchor, lazily: a round that verifies a tree and, if it must, a plain one.
 
     candidates: [V, K] ids by the token before, draft: [V, V] logits. Returns both tokens and the last row.
     """
     rule, table = Rejection(seed, sampling.temp), score_table(sampling)
     previous, drafts, ids, scores, drawn_from = mx.array(ANCHOR), [], [], [], []
-    for t in range(len(leaves)):
+    for t in range(len(siblings)):
         ids.append(candidates[previous])
         scores.append(draft[previous][ids[-1]])
-        previous, probabilities = rule.choose(POSITION + 1 + t, ids[-1], scores[-1])
+        previous, probabilities = rule.sample_draft(POSITION + 1 + t, ids[-1], scores[-1])
         drafts.append(previous)
         drawn_from.append(probabilities)
-    chain = Proposal(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from), {}, mx.stack(scores))
-    proposal = with_leaves(chain, leaves, rule.rank, POSITION + 1)
+    chain = Draft(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from), {}, mx.stack(scores))
+    proposal = with_siblings(chain, siblings, rule.rank_candidates, POSITION + 1)
     tree, k = proposal.tree, proposal.tokens.size
-    assert k == len(leaves) + sum(leaves)
+    assert k == len(siblings) + sum(siblings)
     outcome = accept(rule, proposal, table[mx.concatenate([mx.array([ANCHOR]), proposal.tokens])], POSITION)
     last = outcome[k]
-    said = tree.said(last, proposal.tokens, outcome[k + 1])
+    said = tree.emitted(last, proposal.tokens, outcome[k + 1])
     second_row = mx.array([path[1] if len(path) > 1 else 0 for path in tree.paths])[last]
     plain = accept(rule, nothing(), table[said[:1]], POSITION + 1)[1]
     return said[0], mx.where(last > 0, said[second_row], plain), last
@@ -68,10 +73,10 @@ def keys_of_all_seeds() -> mx.array:
 
 
 def of_all_seeds(
-    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, leaves: tuple[int, ...], kind: str
+    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, siblings: tuple[int, ...], kind: str
 ) -> tuple[np.ndarray, ...]:
     """Run ``first_two`` for every seed at once, with its own keys."""
-    case = (leaves, *candidates_of(kind, sampling))
+    case = (siblings, *candidates_of(kind, sampling))
     table = keys_of_all_seeds()
     mx.eval(table, score_table(sampling))
 
@@ -108,10 +113,10 @@ def draft_distribution(sampling: Sampling, kind: str) -> np.ndarray:
 
 
 def test_all_seeds_at_once_give_what_each_seed_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling, leaves, kind = FILTERS["top_p"], (2, 1), "partly overlapping"
-    at_once = of_all_seeds(monkeypatch, sampling, leaves, kind)
+    sampling, siblings, kind = FILTERS["top_p"], (2, 1), "partly overlapping"
+    at_once = of_all_seeds(monkeypatch, sampling, siblings, kind)
     for seed in range(60):
-        alone = [part.item() for part in first_two(sampling, seed, leaves, *candidates_of(kind, sampling))]
+        alone = [part.item() for part in first_two(sampling, seed, siblings, *candidates_of(kind, sampling))]
         assert alone == [part[seed] for part in at_once]
 
 
@@ -119,9 +124,9 @@ def test_all_seeds_at_once_give_what_each_seed_gives(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("no filter", "a leaf"),
+        ("no filter", "a sibling"),
         ("no filter", "two beside the first"),
-        ("top_p", "three leaves"),
+        ("top_p", "three siblings"),
         ("top_k, min_p", "two beside the first"),
         ("top_k, min_p", "one beside the second"),
     ],
@@ -129,14 +134,14 @@ def test_all_seeds_at_once_give_what_each_seed_gives(monkeypatch: pytest.MonkeyP
 def test_a_tree_keeps_the_joint_distribution_of_two_tokens(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: str, kind: str
 ) -> None:
-    sampling, leaves = FILTERS[name], LEAVES[shape]
-    first, second, last = of_all_seeds(monkeypatch, sampling, leaves, kind)
+    sampling, siblings = FILTERS[name], LEAVES[shape]
+    first, second, last = of_all_seeds(monkeypatch, sampling, siblings, kind)
     p = distribution(sampling)
     assert chi_square_p(np.bincount(first, minlength=VOCAB), DRAWS * p[ANCHOR]) > 1e-3
     joint = p[ANCHOR][:, None] * p
     observed = np.bincount(first * VOCAB + second, minlength=VOCAB**2)
     assert chi_square_p(observed, DRAWS * joint.reshape(-1)) > 1e-3
-    accepted = chance(p[ANCHOR], draft_distribution(sampling, kind), 1 + leaves[0])
+    accepted = chance(p[ANCHOR], draft_distribution(sampling, kind), 1 + siblings[0])
     expected = np.array([1 - accepted, accepted]) * DRAWS
     assert chi_square_p(np.array([(last == 0).sum(), (last > 0).sum()]), expected) > 1e-3
 

@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec import noise
+from mlx_spec.decoding import noise
 
 PURPOSES = (noise.TOKEN, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL)
 
@@ -21,7 +21,7 @@ def test_the_same_inputs_give_the_same_noise() -> None:
 
 def test_the_noise_is_the_same_in_another_process() -> None:
     """Python's own hash would differ from process to process."""
-    code = "from mlx_spec import noise; print(noise.key(3, 17, 2).tolist())"
+    code = "from mlx_spec.decoding import noise; print(noise.key(3, 17, 2).tolist())"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(noise.key(3, 17, 2).tolist())
 

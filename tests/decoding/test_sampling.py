@@ -7,9 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from verified import scores_of
 
-from mlx_spec.errors import RequestError
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.errors import RequestError
 
 VOCAB = 40
 LOGITS = mx.array(np.random.default_rng(2).normal(size=(5, VOCAB)) * 2, dtype=mx.float32)
@@ -57,7 +58,7 @@ def oracle(logits: np.ndarray, temp: float, top_p: float = 0.0, min_p: float = 0
 )
 @pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
 def test_filters_keep_what_a_float64_oracle_keeps(filters: dict[str, Any], temp: float) -> None:
-    got = softmax(np.array(Sampling(temp=temp, **filters).scores(LOGITS, [1], NO_DRAFT)).astype(np.float64))
+    got = softmax(np.array(scores_of(Sampling(temp=temp, **filters), LOGITS, [1], NO_DRAFT)).astype(np.float64))
     expected = np.stack([oracle(row, temp, **filters) for row in np.array(LOGITS)])
     assert ((got > 0) == (expected > 0)).all()
     np.testing.assert_allclose(got, expected, rtol=1e-4)
@@ -76,23 +77,23 @@ def test_scores_equal_what_mlx_lm_draws_from(filters: dict[str, Any], monkeypatc
     seen = []
     monkeypatch.setattr("mlx_lm.sample_utils.categorical_sampling", lambda x, temp: seen.append(x * (1 / temp)))
     make_sampler(temp=0.7, **filters)(LOGITS - mx.logsumexp(LOGITS, axis=-1, keepdims=True))
-    assert mx.array_equal(Sampling(temp=0.7, **filters).scores(LOGITS, [1], NO_DRAFT), seen[0])
+    assert mx.array_equal(scores_of(Sampling(temp=0.7, **filters), LOGITS, [1], NO_DRAFT), seen[0])
 
 
 def test_top_k_of_the_whole_vocabulary_or_more_keeps_everything() -> None:
-    free = Sampling(temp=1.0).scores(LOGITS, [1], NO_DRAFT)
+    free = scores_of(Sampling(temp=1.0), LOGITS, [1], NO_DRAFT)
     for top_k in (VOCAB, VOCAB + 1, 10_000):
-        assert mx.array_equal(Sampling(temp=1.0, top_k=top_k).scores(LOGITS, [1], NO_DRAFT), free)
+        assert mx.array_equal(scores_of(Sampling(temp=1.0, top_k=top_k), LOGITS, [1], NO_DRAFT), free)
 
 
 def test_greedy_scores_are_the_logits_and_filters_do_not_matter() -> None:
-    scores = Sampling(top_k=3, top_p=0.1).scores(LOGITS.astype(mx.bfloat16), [1], NO_DRAFT)
+    scores = scores_of(Sampling(top_k=3, top_p=0.1), LOGITS.astype(mx.bfloat16), [1], NO_DRAFT)
     assert scores.dtype == mx.bfloat16
     assert mx.array_equal(scores, LOGITS.astype(mx.bfloat16))
 
 
 def test_sampled_scores_are_float32() -> None:
-    assert Sampling(temp=0.5, top_p=0.9).scores(LOGITS.astype(mx.bfloat16), [1], NO_DRAFT).dtype == mx.float32
+    assert scores_of(Sampling(temp=0.5, top_p=0.9), LOGITS.astype(mx.bfloat16), [1], NO_DRAFT).dtype == mx.float32
 
 
 PENALTIES = {
@@ -112,7 +113,7 @@ PENALTIES = {
 @pytest.mark.parametrize("penalties", PENALTIES.values(), ids=PENALTIES)
 def test_each_row_is_penalised_with_the_history_it_would_have(penalties: dict[str, Any]) -> None:
     history, drafts = [3, 9, 3, 1, 7, 7], [7, 20, 3, 20]
-    got = Sampling(**penalties).scores(LOGITS, history, mx.array(drafts, dtype=mx.int32))
+    got = scores_of(Sampling(**penalties), LOGITS, history, mx.array(drafts, dtype=mx.int32))
     for row in range(5):
         tokens, expected = mx.array(history + drafts[:row]), mx.array(np.array(LOGITS[row : row + 1]))
         for processor in make_logits_processors(**penalties):
@@ -125,7 +126,7 @@ def test_penalties_leave_the_given_logits_alone() -> None:
     """The engine keeps the raw logits for its checks."""
     for rows in (1, 5):
         logits = mx.array(np.array(LOGITS[:rows]))
-        scores = Sampling(**PENALTIES["all"]).scores(logits, [3, 9], NO_DRAFT[: rows - 1])
+        scores = scores_of(Sampling(**PENALTIES["all"]), logits, [3, 9], NO_DRAFT[: rows - 1])
         assert not mx.array_equal(scores, logits)
         assert mx.array_equal(logits, LOGITS[:rows])
 
@@ -138,7 +139,7 @@ def test_own_processors_run_last_and_see_prompt_and_drafts_of_their_row() -> Non
         return logits + 1
 
     sampling = Sampling(logit_bias={3: 5.0}, logits_processors=(processor, lambda tokens, logits: logits * 2))
-    got = sampling.scores(LOGITS[:3], [8, 9], mx.array([4, 5], dtype=mx.int32))
+    got = scores_of(sampling, LOGITS[:3], [8, 9], mx.array([4, 5], dtype=mx.int32))
     biased = [LOGITS[row, 3].item() + 5 for row in range(3)]
     assert [tokens for tokens, _ in seen] == [[8, 9], [8, 9, 4], [8, 9, 4, 5]]
     assert [value for _, value in seen] == pytest.approx(biased)
@@ -148,7 +149,7 @@ def test_own_processors_run_last_and_see_prompt_and_drafts_of_their_row() -> Non
 def test_penalties_come_before_the_filters() -> None:
     """A token that the bias lifts survives top-k; one that it sinks does not."""
     lifted, sunk = 5, int(mx.argmax(LOGITS[0]))
-    scores = Sampling(temp=1.0, top_k=2, logit_bias={lifted: 50.0, sunk: -50.0}).scores(LOGITS, [1], NO_DRAFT)
+    scores = scores_of(Sampling(temp=1.0, top_k=2, logit_bias={lifted: 50.0, sunk: -50.0}), LOGITS, [1], NO_DRAFT)
     assert scores[0, lifted].item() == pytest.approx(0.0, abs=1e-5)
     assert scores[0, sunk].item() == -math.inf
 
@@ -181,7 +182,7 @@ def test_a_meaningless_value_is_refused_with_its_name_and_bounds(options: dict[s
 
 def test_the_bounds_themselves_are_accepted() -> None:
     for options in ({"top_p": 0.0}, {"top_p": 1.0}, {"min_p": 1.0}, {"top_k": 0}, {"repetition_penalty": 0.0}):
-        scores = Sampling(temp=1.0, **options).scores(LOGITS, [1], NO_DRAFT)
+        scores = scores_of(Sampling(temp=1.0, **options), LOGITS, [1], NO_DRAFT)
         assert np.isfinite(softmax(np.array(scores))).all()
 
 

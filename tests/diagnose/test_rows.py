@@ -8,11 +8,11 @@ import pytest
 from scripted_drafters import ScriptedDrafter, always_right, plain, right_then_wrong, run
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
-from mlx_spec.engine.engine import Engine, Request
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.diagnose.rows import CONTEXT, RowCheck, check_rows, check_tree
+from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import ContextFull
 from mlx_spec.measure.exactness import check
-from mlx_spec.diagnose.rows import CONTEXT, RowCheck, check_rows, check_tree
-from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.target import Target
 
 PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
@@ -116,7 +116,7 @@ def test_the_check_leaves_sequence_and_pages_as_they_were() -> None:
 
 def test_pages_come_back_when_the_check_fails() -> None:
     """The check needs a page of its own; in a pool of one there is none."""
-    target = tiny_target("llama", max_kv_size=32)
+    target = tiny_target("llama", max_cached_tokens=32)
     sequence = target.open()
     target.prefill(sequence, PROMPT)
     rows = mx.array([4, 5])
@@ -151,9 +151,9 @@ def test_only_the_first_rows_may_be_compared() -> None:
     passes: list[int] = []
     forward = target.forward
 
-    def counting(batch: Any, taps: Any = (), paths: Any = None) -> Any:
+    def counting(batch: Any, target_layer_ids: Any = (), paths: Any = None) -> Any:
         passes.append(sum(tokens.size for _, tokens in batch))
-        return forward(batch, taps, paths)
+        return forward(batch, target_layer_ids, paths)
 
     target.forward = counting
     perturb(target, row=2, token=7, by=3.0)
@@ -163,7 +163,7 @@ def test_only_the_first_rows_may_be_compared() -> None:
 
 @pytest.mark.parametrize("size", [32, 64, 96])
 def test_small_pools_are_checked_too(size: int) -> None:
-    target = tiny_target("llama", max_kv_size=size)
+    target = tiny_target("llama", max_cached_tokens=size)
     perturb(target, row=1, token=7, by=3.0)
     (difference,) = check_rows(target, [16])
     assert difference is not None
@@ -205,7 +205,7 @@ def test_a_row_that_sees_one_off_its_path_is_reported() -> None:
     """As if a kernel took the rows of a pass for a chain."""
     target = tiny_target("llama")
     forward = target.forward
-    target.forward = lambda batch, taps=(), paths=None: forward(batch, taps)
+    target.forward = lambda batch, target_layer_ids=(), paths=None: forward(batch, target_layer_ids)
     difference = check_tree(target, 4)
     assert difference is not None
     assert (difference.position, difference.row, difference.rows) == (CONTEXT + 1, 1, 5)
@@ -216,7 +216,7 @@ def test_a_row_that_sees_one_off_its_path_is_reported() -> None:
 
 @pytest.mark.parametrize(("size", "context"), [(32, 512), (64, 512), (512, 3), (512, 1)])
 def test_a_tree_is_checked_in_little_room(size: int, context: int) -> None:
-    target = tiny_target("llama", max_kv_size=size)
+    target = tiny_target("llama", max_cached_tokens=size)
     target.context = context
     assert check_tree(target, 4) is None
     assert target.pool.pages_in_use == 0

@@ -15,7 +15,7 @@ from tiny_models import tiny_target
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.errors import DrafterMismatch
 
 Tensors = dict[str, mx.array]

@@ -16,7 +16,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.dflash2.load import load_dflash2
 
 ROUNDING = 1e-4
 CLEAR = 1e-4

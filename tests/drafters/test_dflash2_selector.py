@@ -9,18 +9,19 @@ import one_draft
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
+from oracles.walk_on_host import walk_on_host
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
-from mlx_spec.drafters.base import Ask, Choose, Committed, Proposal
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
 from mlx_spec.drafters.dflash2.config import read_config
-from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.dflash2.selector import (
     Candidates,
     CandidateSelector,
     gather_candidates,
     walk,
-    walk_on_host,
 )
 from mlx_spec.errors import DrafterMismatch, RequestError
 
@@ -55,9 +56,9 @@ def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector
     return selector, gather_candidates(selector, hidden, ids, unary)
 
 
-def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: Choose) -> Proposal:
+def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: SampleDraft) -> Draft:
     """Walk through the candidates of one block."""
-    (proposal,) = step(selector, candidates, [Ask(None, anchor, 7, choose)], [POSITION], {})
+    (proposal,) = step(selector, candidates, [DraftRequest(None, anchor, 7, choose)], [POSITION], {})
     return proposal
 
 
@@ -66,7 +67,7 @@ def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: An
     return load_dflash2(folder, tiny_target("qwen3", mx.float32), "tiny")
 
 
-def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Choose = greedy) -> Proposal:
+def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: SampleDraft = greedy) -> Draft:
     """Draft behind a random prompt."""
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
@@ -145,9 +146,9 @@ def test_a_drafter_may_walk_on_the_host(choose: str, quantised: bool, tmp_path: 
     drafter = load(tmp_path, selector_rank=32)
     if quantised:
         nn.quantize(drafter.model.candidate_selector, group_size=32, bits=4)
-    in_graph = propose(drafter, choose=CHOOSERS[choose])
+    in_graph = propose(drafter, sample_draft=CHOOSERS[choose])
     drafter.walk = walk_on_host
-    on_host = propose(drafter, choose=CHOOSERS[choose])
+    on_host = propose(drafter, sample_draft=CHOOSERS[choose])
     assert in_graph.tokens.tolist() == on_host.tokens.tolist()
     if choose == "sampled":
         np.testing.assert_allclose(
@@ -252,7 +253,7 @@ def test_blocks_of_one_pass_do_not_see_each_other(changes: dict[str, Any], tmp_p
     one_draft.extend(drafter, states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
     anchors, counts = [3, 4, 5, 6], [5, 2, 1, 3]
     together = drafter.propose(
-        [Ask(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
+        [DraftRequest(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
     )
     for state, anchor, count, proposal in zip(states, anchors, counts, together, strict=True):
         alone = one_draft.propose(drafter, state, anchor, 5, greedy)
@@ -265,7 +266,7 @@ def test_flags_name_the_sequence_that_is_broken(tmp_path: Path) -> None:
     good, bad = drafter.open(), drafter.open()
     for state, features in ((good, mx.ones((5, 192))), (bad, mx.full((5, 192), mx.nan))):
         one_draft.extend(drafter, state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
-    proposals = drafter.propose([Ask(state, 3, 2, greedy) for state in (good, bad)])
+    proposals = drafter.propose([DraftRequest(state, 3, 2, greedy) for state in (good, bad)])
     assert [[flag.item() for flag in proposal.finite.values()] for proposal in proposals] == [
         [True] * 3,
         [False] * 3,

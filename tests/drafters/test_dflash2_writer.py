@@ -12,9 +12,10 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.kv import ContextKV, context_pool
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.dflash2.writer import BlockState
-from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
+from mlx_spec.drafters.kv import ContextKV, context_pool
 from mlx_spec.errors import PositionError
 
 SHAPE = (2, 2, 2, 4)

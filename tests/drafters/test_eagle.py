@@ -11,14 +11,14 @@ import pytest
 from one_draft import extend
 from scripted_drafters import Finished, mixture, plain, right_then_wrong, run
 from steered import Steered, assert_like_fresh, go_on
-from test_law import SAMPLERS
+from test_lossless import SAMPLERS
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.engine.engine import Engine, Request
+from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import PositionError
 from mlx_spec.target import Target
 
@@ -43,8 +43,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         folder = write_eagle(
             tmp_path_factory.mktemp("head"), config, eagle_tensors(config, version, parts, dtype=mx.bfloat16)
         )
-        packing = None if bits is None else {"group_size": 32, "bits": bits}
-        return load_eagle(folder, target_of(family, bits), "tiny head", packing=packing)
+        quantization = None if bits is None else {"group_size": 32, "bits": bits}
+        return load_eagle(folder, target_of(family, bits), "tiny head", quantization=quantization)
 
     return load
 
@@ -106,7 +106,7 @@ def test_drafts_that_fail_at_each_position(kind: str, wrong: int, heads: Heads) 
     rounds = []
     while generation.finish_reason is None:
         rounds.append(len(engine.step(generation).tokens))
-        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
     engine.close(generation)
     assert generation.tokens == text
     assert set(rounds[:-1]) == {wrong + 1}
@@ -117,7 +117,7 @@ def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Head
     target, drafter = target_of("llama", None), heads("EAGLE-3", "llama", None)
     engine = Engine(target, drafter)
     generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
-    assert_like_fresh(drafter, target, generation.drafting, TOKENS[:60])
+    assert_like_fresh(drafter, target, generation.drafter_state, TOKENS[:60])
     engine.close(generation)
 
 
@@ -126,9 +126,9 @@ def test_pending_rows_hold_fused_features_and_no_taps(heads: Heads) -> None:
     target, drafter = target_of("llama", None), heads("EAGLE-3", "llama", None)
     tokens = mx.array(TOKENS[:30], dtype=mx.int32)
     state = drafter.open()
-    taps = target.forward([(target.open(), tokens)], drafter.taps).taps
-    assert taps.shape == (30, 192)
-    extend(drafter, state, Committed(0, tokens, taps))
+    aux_hidden_states = target.forward([(target.open(), tokens)], drafter.target_layer_ids).aux_hidden_states
+    assert aux_hidden_states.shape == (30, 192)
+    extend(drafter, state, Committed(0, tokens, aux_hidden_states))
     assert state.hidden.shape == (30, 64)
 
 
@@ -143,11 +143,11 @@ def test_turns_with_reused_caches(kind: str, heads: Heads) -> None:
         while generation.finish_reason is None:
             engine.step(generation)
         assert generation.tokens == reference
-        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
         kept = generation.tokens if cut is None else generation.tokens[:cut]
         prompt = [*kept[:-1], 91 + turn, *TOKENS[turn : turn + 20]] if cut != 0 else TOKENS[5:30]
         generation = go_on(engine, generation, prompt, len(kept) - 1 if cut != 0 else 0, 6)
-        assert_like_fresh(drafter, target, generation.drafting, prompt)
+        assert_like_fresh(drafter, target, generation.drafter_state, prompt)
         reference = plain(target, Request(prompt, 25)).text
         engine.drafter.text = reference
     engine.close(generation)

@@ -25,9 +25,9 @@ from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.eagle.spec import is_eagle, read_contract, read_head_config, resolve_taps
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
+from mlx_spec.drafters.eagle.spec import is_eagle, read_head_config, read_spec, resolve_layer_ids
 from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel
 from mlx_spec.target import Target
 
@@ -50,8 +50,8 @@ def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[li
     """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
-    rows = on.forward([(on.open(), TOKENS)], drafter.taps)
-    extend(drafter, state, Committed(0, TOKENS, rows.taps))
+    rows = on.forward([(on.open(), TOKENS)], drafter.target_layer_ids)
+    extend(drafter, state, Committed(0, TOKENS, rows.aux_hidden_states))
 
     def choose(position: int, ids: mx.array, values: mx.array) -> tuple[mx.array, None]:
         scores.append(values.tolist())
@@ -123,7 +123,7 @@ def test_a_quantised_target_lends_its_embedding_to_a_head_that_copied_it_before(
 
 
 @pytest.mark.parametrize(
-    "config, taps",
+    "config, target_layer_ids",
     [
         ({}, (1, 17, 32)),
         ({IDS: None}, (1, 17, 32)),
@@ -138,14 +138,14 @@ def test_a_quantised_target_lends_its_embedding_to_a_head_that_copied_it_before(
         ({IDS: [2, 18, 33], "eagle_config": {IDS: [5, 6, 7]}}, (1, 17, 32)),
     ],
 )
-def test_the_hidden_states_that_a_head_reads(config: dict[str, Any], taps: tuple[int, ...]) -> None:
-    assert resolve_taps(config, 36, "the head") == taps
+def test_the_hidden_states_that_a_head_reads(config: dict[str, Any], target_layer_ids: tuple[int, ...]) -> None:
+    assert resolve_layer_ids(config, 36, "the head") == target_layer_ids
 
 
 @pytest.mark.parametrize("config", [{IDS: [0, 2, 3]}, {IDS: [2, 18, 37]}, {"eagle_config": {IDS: [-1, 3, 4]}}])
 def test_hidden_states_that_there_are_not(config: dict[str, Any]) -> None:
     with pytest.raises(DrafterMismatch, match="the head.*36 layers"):
-        resolve_taps(config, 36, "the head")
+        resolve_layer_ids(config, 36, "the head")
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_hidden_states_that_there_are_not(config: dict[str, Any]) -> None:
 def test_what_a_config_says_and_what_its_absence_means(
     config: dict[str, Any], residual: bool, output: bool, scores: bool
 ) -> None:
-    contract = read_contract(config, True, 36, "the head")
-    assert contract.norm_before_residual == residual
-    assert (contract.norm_output, contract.scores_normed) == (output, scores)
+    spec = read_spec(config, True, 36, "the head")
+    assert spec.norm_before_residual == residual
+    assert (spec.norm_output, spec.scores_normed) == (output, scores)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_head_sees_no_more_than_it_was_trained_on(changes: dict[str, Any], win
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_heads(bits: int, tmp_path: Path) -> None:
     """They draft as their dequantised weights do, quantised when they were written or at load."""
-    head = EagleHead(read_head_config(CONFIG, "head"), read_contract(CONFIG, True, 4, "head"), tensors().keys())
+    head = EagleHead(read_head_config(CONFIG, "head"), read_spec(CONFIG, True, 4, "head"), tensors().keys())
     head.lm_head = nn.Linear(64, len(DRAFT_IDS), bias=False)
     words = {n: v for n, v in tensors().items() if n in ("d2t", "t2d")}
     head.load_weights([(n, v) for n, v in tensors().items() if n not in words])
@@ -224,14 +224,16 @@ def test_quantised_heads(bits: int, tmp_path: Path) -> None:
     }
     unpacked = candidates(load_eagle(write_eagle(tmp_path / "plain", CONFIG, plain | words), target(), "plain"))
     folder = write_eagle(tmp_path / "packed", CONFIG, packed | words)
-    assert candidates(load_eagle(folder, target(), "packed", unpack=True)) == unpacked
+    assert candidates(load_eagle(folder, target(), "packed", dequantize=True)) == unpacked
     ids, _ = candidates(load_eagle(folder, target(), "packed"))
     assert len(set(ids[0]) & set(unpacked[0][0])) >= 14
     folder = write_eagle(tmp_path / "whole", CONFIG, tensors())
-    packing = {"group_size": 32, "bits": bits}
-    assert candidates(load_eagle(folder, target(), "at load", unpack=True, packing=packing)) == unpacked
-    rows = load_eagle(folder, target(), "at load", packing=packing).rows
-    assert rows.attention.output.packing is not None and rows.attention.output.packing.bits == bits
+    quantization = {"group_size": 32, "bits": bits}
+    assert (
+        candidates(load_eagle(folder, target(), "at load", dequantize=True, quantization=quantization)) == unpacked
+    )
+    rows = load_eagle(folder, target(), "at load", quantization=quantization).rows
+    assert rows.attention.output.quantization is not None and rows.attention.output.quantization.bits == bits
 
 
 def test_eagle_1_drafts_from_a_trimmed_vocabulary(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]]
 
 
 def watched(seen: list[np.ndarray], forced: list[int] | None = None) -> Any:
-    """Choose greedily, or what is forced, and keep the scores that there were to choose from, by token id."""
+    """SampleDraft greedily, or what is forced, and keep the scores that there were to choose from, by token id."""
 
     def choose(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
         order, row = np.array(ids), np.full(96, np.nan)
@@ -80,17 +80,17 @@ def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
 
 def run_rounds(drafter: ChainDrafter, oracle: EagleOracle, sizes: list[int]) -> None:
     """Commit rows in pieces of these sizes and compare the chain behind each piece."""
-    rng, width = np.random.default_rng(7), 64 * len(drafter.taps)
+    rng, width = np.random.default_rng(7), 64 * len(drafter.target_layer_ids)
     tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]
-    taps = rng.standard_normal((sum(sizes), width)).astype(np.float32)
+    aux_hidden_states = rng.standard_normal((sum(sizes), width)).astype(np.float32)
     state, done = drafter.open(), 0
     for size in sizes:
         piece = mx.array(tokens[done : done + size], dtype=mx.int32)
-        extend(drafter, state, Committed(done, piece, mx.array(taps[done : done + size])))
+        extend(drafter, state, Committed(done, piece, mx.array(aux_hidden_states[done : done + size])))
         done += size
         seen: list[np.ndarray] = []
         proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
-        expected, logits = oracle.chain(taps[:done], tokens[1 : done + 1], COUNT)
+        expected, logits = oracle.chain(aux_hidden_states[:done], tokens[1 : done + 1], COUNT)
         assert proposal.tokens.tolist() == expected
         scale = np.abs(logits).max()
         for found, row in zip(seen, logits, strict=True):
@@ -116,7 +116,7 @@ def test_heads_of_every_kind(variant: str, tmp_path: Path) -> None:
     drafter = load_eagle(
         write_eagle(tmp_path, config, midlayer(tensors)), tiny_target("llama", mx.float32), variant
     )
-    assert drafter.taps == ((4,) if version == 1 or variant == "one hidden state" else (1, 1, 0))
+    assert drafter.target_layer_ids == ((4,) if version == 1 or variant == "one hidden state" else (1, 1, 0))
     run_rounds(drafter, oracle_for(version, config, tensors, **options), [1, 3, 1, 30, 2, 8, 1])
 
 
@@ -154,15 +154,19 @@ def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
     drafter = load_eagle(write_eagle(tmp_path, config, tensors), target, "head")
     tokens = list(range(5, 30))
     ids = mx.array(tokens, dtype=mx.int32)
-    rows = target.forward([(target.open(), ids)], (0, 1)).taps
-    taps = mx.concatenate([rows[:, 64:], rows[:, 64:], rows[:, :64]], axis=-1)
+    rows = target.forward([(target.open(), ids)], (0, 1)).aux_hidden_states
+    aux_hidden_states = mx.concatenate([rows[:, 64:], rows[:, 64:], rows[:, :64]], axis=-1)
     state, seen = drafter.open(), list[np.ndarray]()
-    extend(drafter, state, Committed(0, ids, target.forward([(target.open(), ids)], drafter.taps).taps))
+    extend(
+        drafter,
+        state,
+        Committed(0, ids, target.forward([(target.open(), ids)], drafter.target_layer_ids).aux_hidden_states),
+    )
     proposal = propose(drafter, state, 30, COUNT, watched(seen))
     arrays = {name: np.array(value) for name, value in tensors.items()}
     embedding = np.array(target.embed(mx.arange(96)))
     oracle = EagleOracle(config, arrays, embedding, arrays["lm_head.weight"], DRAFT_IDS)
-    assert proposal.tokens.tolist() == oracle.chain(np.array(taps), [*tokens[1:], 30], COUNT)[0]
+    assert proposal.tokens.tolist() == oracle.chain(np.array(aux_hidden_states), [*tokens[1:], 30], COUNT)[0]
 
 
 def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
@@ -171,13 +175,13 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
     tensors = eagle_tensors(config, dtype=mx.bfloat16)
     drafter = load_eagle(write_eagle(tmp_path, config, tensors), target, "head")
     tokens = mx.arange(5, 30, dtype=mx.int32)
-    taps = target.forward([(target.open(), tokens)], drafter.taps).taps
+    aux_hidden_states = target.forward([(target.open(), tokens)], drafter.target_layer_ids).aux_hidden_states
 
     def drafts() -> list[int]:
         state = drafter.open()
-        extend(drafter, state, Committed(0, tokens[:20], taps[:20]))
+        extend(drafter, state, Committed(0, tokens[:20], aux_hidden_states[:20]))
         mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
-        extend(drafter, state, Committed(20, tokens[20:], taps[20:]))
+        extend(drafter, state, Committed(20, tokens[20:], aux_hidden_states[20:]))
         return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()

@@ -15,12 +15,12 @@ from tiny_eagles import Tensors, write_eagle
 from trained_texts import TEXTS
 
 from mlx_spec import load, stream_generate
+from mlx_spec.diagnose.wiring import Measured, better_wiring, measure_wirings
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.diagnose.eagle_wiring import measure
-from mlx_spec.drafters.eagle.spec import LAYER_IDS
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.diagnose.wiring import Measured, better_wiring
-from mlx_spec.engine.engine import Engine
+from mlx_spec.drafters.eagle.spec import LAYER_IDS
+from mlx_spec.drafters.eagle.wirings import other_wirings
+from mlx_spec.engine import Engine
 
 TRIO = Path(__file__).parent.parent / "tiny_eagles"
 PROMPTS = (
@@ -125,7 +125,9 @@ def prompts() -> list[str | list[int]]:
 def measured(kind: str, drafter: ChainDrafter) -> list[Measured]:
     """How the head does on all texts, wired as it is and otherwise."""
     sequences = [*map(tokens, TEXTS), *repeating()]
-    return [measure(trio(kind)[0].target, drafter, sequence) for sequence in sequences]
+    target = trio(kind)[0].target
+    wirings = other_wirings(drafter, target.num_layers)
+    return [measure_wirings(target, wirings, sequence) for sequence in sequences]
 
 
 def hits(kind: str, drafter: ChainDrafter) -> np.ndarray:
@@ -182,7 +184,7 @@ def test_every_wrong_reading_lowers_acceptance(wrong: str, tmp_path: Path) -> No
 
 def test_the_hidden_state_before_the_final_norm_is_worse_for_eagle_1() -> None:
     engine, drafter = trio("eagle1")[0], drafter_of("eagle1")
-    wrong = ChainDrafter("eagle", drafter.rows, (4,), engine.target, drafter.head)
+    wrong = ChainDrafter("eagle", drafter.forward, (4,), engine.target, drafter.head)
     share, length, texts = right("eagle1")
     shorter, same = decoded("eagle1", wrong)
     assert same == texts and shorter < length
@@ -193,7 +195,7 @@ def test_the_hidden_state_before_the_final_norm_is_worse_for_eagle_1() -> None:
 def test_an_embedding_of_another_token_is_worse(kind: str) -> None:
     """Pairs of a hidden state and the token at its own position, not the one behind it."""
     engine, drafter = trio(kind)[0], drafter_of(kind)
-    late = ChainDrafter("eagle", drafter.rows, drafter.taps, engine.target, drafter.head)
+    late = ChainDrafter("eagle", drafter.forward, drafter.target_layer_ids, engine.target, drafter.head)
     late.embed = lambda ids: engine.target.embed(mx.roll(ids, 1))
     assert right(kind)[0].mean() - hits(kind, late).mean() > 0.1
 

@@ -14,12 +14,12 @@ from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 
 from mlx_spec.decoding.accept import rule_for
-from mlx_spec.drafters.base import Ask, Committed
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Committed, DraftRequest
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine.engine import Engine, Request
-from mlx_spec.errors import NonFiniteError, PositionError, RequestError
-from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine import Engine, Request
+from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 90, 80)]
@@ -84,7 +84,7 @@ def test_drafts_that_fail_at_each_position(wrong: int, heads: Any) -> None:
     rounds = []
     while generation.finish_reason is None:
         rounds.append(len(engine.step(generation).tokens))
-        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
     engine.close(generation)
     assert generation.tokens == text
     assert set(rounds[:-1]) == {wrong + 1}
@@ -99,7 +99,7 @@ def test_a_prompt_of_one_token_is_drafted_from_the_second_round_on(heads: Any) -
     drafted = []
     while generation.finish_reason is None:
         engine.step(generation)
-        drafted.append(generation.statistics.rounds - generation.statistics.parked_rounds)
+        drafted.append(generation.statistics.rounds - generation.statistics.undrafted_rounds)
     engine.close(generation)
     assert generation.tokens == expected
     assert drafted[:3] == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Any)
     target, drafter = target_of("llama", None), heads("llama", None)
     engine = Engine(target, drafter)
     generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
-    assert_like_fresh(drafter, target, generation.drafting, TOKENS[:60])
+    assert_like_fresh(drafter, target, generation.drafter_state, TOKENS[:60])
     engine.close(generation)
 
 
@@ -128,12 +128,12 @@ def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) 
         while generation.finish_reason is None:
             engine.step(generation)
         assert generation.tokens == reference
-        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
         kept = generation.tokens if cut is None else generation.tokens[:cut]
         # Another token stands where the unprocessed one would: nothing of it may have been cached.
         prompt = [*kept[:-1], 91 + turn, *TOKENS[turn : turn + 20]] if cut != 0 else TOKENS[5:30]
         generation = go_on(engine, generation, prompt, len(kept) - 1 if cut != 0 else 0, 6)
-        assert_like_fresh(drafter, target, generation.drafting, prompt)
+        assert_like_fresh(drafter, target, generation.drafter_state, prompt)
         reference = plain(target, Request(prompt, 25, sampling=SAMPLERS[sampler])).text
         engine.drafter.text = reference
     engine.close(generation)
@@ -143,18 +143,22 @@ def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) 
 def test_rewinding_asks_for_a_row_again_only_where_its_hidden_state_is_gone(rewound: int, heads: Any) -> None:
     """20 rows are in the cache once 26 were committed and drafted from in between."""
     target, drafter = target_of("llama", None), heads("llama", None)
-    taps = target.forward([(target.open(), mx.array(TOKENS[:26], dtype=mx.int32))], drafter.taps).taps
+    aux_hidden_states = target.forward(
+        [(target.open(), mx.array(TOKENS[:26], dtype=mx.int32))], drafter.target_layer_ids
+    ).aux_hidden_states
     state = drafter.open()
-    extend(drafter, state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), taps[:21]))
+    extend(drafter, state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), aux_hidden_states[:21]))
     propose(drafter, state, TOKENS[21], 2, greedy)
-    extend(drafter, state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), taps[21:]))
+    extend(drafter, state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), aux_hidden_states[21:]))
     assert state.context.cursor == 20
     again = drafter.rewind(state, rewound)
     assert again == (min(rewound, 26) if rewound > 20 or rewound == 0 else rewound - 1)
     assert drafter.rewind(state, rewound) == again == state.position
     text = [*TOKENS[: min(rewound, 26)], 17, 18, 19]
-    rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
-    extend(drafter, state, Committed(again, mx.array(text[again:-1], dtype=mx.int32), rows.taps[again:]))
+    rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.target_layer_ids)
+    extend(
+        drafter, state, Committed(again, mx.array(text[again:-1], dtype=mx.int32), rows.aux_hidden_states[again:])
+    )
     assert_like_fresh(drafter, target, state, text)
 
 
@@ -177,8 +181,8 @@ def test_a_fork_goes_its_own_way(heads: Any) -> None:
     second = first.fork()
     for state, token in ((first, 3), (second, 4)):
         text = [*TOKENS[:30], token, 5]
-        rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.taps)
-        extend(drafter, state, Committed(30, mx.array([token], dtype=mx.int32), rows.taps[30:]))
+        rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.target_layer_ids)
+        extend(drafter, state, Committed(30, mx.array([token], dtype=mx.int32), rows.aux_hidden_states[30:]))
         propose(drafter, state, 5, 3, greedy)
     assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
     assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
@@ -193,7 +197,7 @@ def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
         fresh_state(drafter, target, TOKENS[:20]),
         TOKENS[20],
         5,
-        rule_for(REJECTION, target.vocab_size).choose,
+        rule_for(REJECTION, target.vocab_size).sample_draft,
     )
     assert proposal.probabilities is not None
     assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)
@@ -221,13 +225,13 @@ def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.Monke
     engine.close(generation)
 
 
-def test_drafts_that_are_not_finite_are_reported(heads: Any) -> None:
+def test_drafts_that_are_not_finite_end_drafting(heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     engine = Engine(target, drafter)
     generation = engine.start(Request(TOKENS[:40], 10, 3))
-    generation.drafting.hidden = generation.drafting.hidden * mx.nan
-    with pytest.raises(NonFiniteError, match="draft logits at position 39"):
-        engine.step(generation)
+    generation.drafter_state.hidden = generation.drafter_state.hidden * mx.nan
+    engine.step(generation)
+    assert "draft logits at position 39" in generation.statistics.drafter_failure
     engine.close(generation)
 
 
@@ -268,7 +272,7 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
         except KeyboardInterrupt:
             stops += 1
         in_step = False
-        assert_like_fresh(drafter, target, generation.drafting, generation.tokens)
+        assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
     engine.close(generation)
     assert generation.tokens == text
     assert stops == 1
@@ -284,15 +288,15 @@ def test_chains_of_one_pass_do_not_see_each_other(heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     states = [fresh_state(drafter, target, TOKENS[:count]) for count in (40, 3, 1, 25)]
     propose(drafter, states[3], TOKENS[25], 2, greedy)
-    rows = target.forward([(target.open(), mx.array(TOKENS[:28], dtype=mx.int32))], drafter.taps)
-    extend(drafter, states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.taps[25:]))
+    rows = target.forward([(target.open(), mx.array(TOKENS[:28], dtype=mx.int32))], drafter.target_layer_ids)
+    extend(drafter, states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.aux_hidden_states[25:]))
     states += [states[0].fork(), drafter.open()]
-    asks = [
-        Ask(state, TOKENS[60 + n], count, greedy)
+    requests = [
+        DraftRequest(state, TOKENS[60 + n], count, greedy)
         for n, (state, count) in enumerate(zip(states, (5, 1, 2, 3, 7, 4), strict=True))
     ]
-    alone = [propose(drafter, ask.state.fork(), ask.anchor, ask.count, greedy) for ask in asks]
-    for together, single in zip(drafter.propose(asks), alone, strict=True):
+    alone = [propose(drafter, request.state.fork(), request.anchor, request.count, greedy) for request in requests]
+    for together, single in zip(drafter.propose(requests), alone, strict=True):
         assert together.tokens.tolist() == single.tokens.tolist()
         assert together.candidates.tolist() == single.candidates.tolist()
     assert alone[-1].tokens.size == 0 and alone[0].tokens.size == 5

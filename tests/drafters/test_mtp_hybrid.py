@@ -13,11 +13,11 @@ from test_mtp import Steered, assert_like_fresh
 
 from mlx_spec import load
 from mlx_spec.decoding.accept import rule_for
+from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.engine.draft_policy import FixedDepth
-from mlx_spec.decoding.sampling import Sampling
 
 FOLDER = Path(__file__).parent.parent / "tiny_hybrid"
 SAMPLERS = {"greedy": Sampling(), "coupled": Sampling(temp=0.8, seed=5, top_k=40)}
@@ -79,14 +79,14 @@ def test_drafts_that_fail_at_each_position(wrong: int) -> None:
 
 
 def go_on(old: Generation, more: list[int]) -> Generation:
-    """Read more tokens behind all that was said, of which the last was not processed yet."""
-    target, sequence, drafting, drafter = loaded()[0].target, old.sequence, old.drafting, head()
+    """Read more tokens after all that was said, of which the last was not processed yet."""
+    target, sequence, drafting, drafter = loaded()[0].target, old.sequence, old.drafter_state, head()
     prompt = [*old.tokens, *more]
 
     def show(rows: Any, ids: mx.array) -> None:
-        extend(drafter, drafting, Committed(sequence.length - ids.size, ids, rows.taps))
+        extend(drafter, drafting, Committed(sequence.length - ids.size, ids, rows.aux_hidden_states))
 
-    target.prefill(sequence, prompt[sequence.length : -1], drafter.taps, 9, on_rows=show)
+    target.prefill(sequence, prompt[sequence.length : -1], drafter.target_layer_ids, 9, on_rows=show)
     request = Request(prompt, 12, 4, old.request.sampling)
     rule = rule_for(request.sampling, target.vocab_size)
     return Generation(request, sequence, drafting, rule, FixedDepth(4), list(prompt))
@@ -99,7 +99,7 @@ def finish(generation: Generation) -> None:
     while generation.finish_reason is None:
         engine.step(generation)
     assert generation.tokens == expected
-    assert_like_fresh(head(), engine.target, generation.drafting, generation.tokens)
+    assert_like_fresh(head(), engine.target, generation.drafter_state, generation.tokens)
 
 
 @samplers
@@ -109,7 +109,9 @@ def test_three_turns_with_reused_caches(sampler: str) -> None:
     generation = engine.start(Request(tokens(PROMPT), 12, 4, SAMPLERS[sampler]))
     finish(generation)
     for more in map(tokens, TURNS):
-        fork = replace(generation, sequence=generation.sequence.fork(), drafting=generation.drafting.fork())
+        fork = replace(
+            generation, sequence=generation.sequence.fork(), drafter_state=generation.drafter_state.fork()
+        )
         other = go_on(fork, more[:-1])
         finish(other)
         engine.close(other)

@@ -16,9 +16,9 @@ from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.mtp.spec import CONTRACTS, OTHER_HEADS
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
+from mlx_spec.drafters.mtp.spec import OTHER_HEADS, SPECS
 from mlx_spec.drafters.mtp.tensors import norms_lack_one
 from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel
 from mlx_spec.target import Target
@@ -41,8 +41,8 @@ def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[li
     """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
-    rows = on.forward([(on.open(), TOKENS)], drafter.taps)
-    extend(drafter, state, Committed(0, TOKENS, rows.taps))
+    rows = on.forward([(on.open(), TOKENS)], drafter.target_layer_ids)
+    extend(drafter, state, Committed(0, TOKENS, rows.aux_hidden_states))
 
     def choose(position: int, ids: mx.array, values: mx.array) -> tuple[mx.array, None]:
         scores.append(values.tolist())
@@ -134,7 +134,7 @@ def test_quantised_heads(bits: int, tmp_path: Path) -> None:
     }
     folder = write_head(tmp_path / "packed", SIDECAR, packed)
     unpacked = candidates(load_mtp(write_head(tmp_path / "plain", SIDECAR, plain), target(), "plain"))
-    assert candidates(load_mtp(folder, target(), "packed", unpack=True)) == unpacked
+    assert candidates(load_mtp(folder, target(), "packed", dequantize=True)) == unpacked
     ids, _ = candidates(load_mtp(folder, target(), "packed"))
     assert len(set(ids[0]) & set(unpacked[0][0])) >= 14
 
@@ -142,7 +142,7 @@ def test_quantised_heads(bits: int, tmp_path: Path) -> None:
 def test_a_head_takes_the_targets_type(tmp_path: Path) -> None:
     folder = write_layout(tmp_path, "original", "qwen3", head_tensors("qwen3"))
     drafter = load_mtp(folder, target(), "float32 head")
-    assert drafter.rows.fc.weight.dtype == mx.bfloat16
+    assert drafter.forward.fc.weight.dtype == mx.bfloat16
 
 
 def means(qk: float, low: float, final: float = 2.4) -> Tensors:
@@ -189,7 +189,7 @@ def test_families_with_plain_norms_are_never_shifted(tmp_path: Path) -> None:
             "model.layers.4.",
         ),
     )
-    assert mx.allclose(load_mtp(folder, target(), "DeepSeek").rows.norm.weight, low["norm.weight"])
+    assert mx.allclose(load_mtp(folder, target(), "DeepSeek").forward.norm.weight, low["norm.weight"])
 
 
 def test_a_trimmed_vocabulary_of_the_checkpoints_own(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_heads_that_work_in_another_way_are_refused_by_name(family: str, tmp_pat
     refusal(UnsupportedModel, folder, OTHER_HEADS[family])
 
 
-@pytest.mark.parametrize("family", sorted(CONTRACTS.keys() - {"mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next"}))
+@pytest.mark.parametrize("family", sorted(SPECS.keys() - {"mimo", "qwen3_5", "qwen3_5_moe", "qwen3_next"}))
 def test_heads_whose_targets_do_not_run_are_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = write_head(tmp_path, {**CONFIGS["qwen3"], "model_type": family}, tensors())
     refusal(UnsupportedModel, folder, family)

@@ -39,13 +39,17 @@ def watched(seen: list[np.ndarray]) -> object:
 
 def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> None:
     """Commit rows in pieces of these sizes and compare the chain behind each piece."""
-    rng, width = np.random.default_rng(7), drafter.rows.norm_embedding.weight.size
+    rng, width = np.random.default_rng(7), drafter.forward.norm_embedding.weight.size
     tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]
     hidden = rng.standard_normal((sum(sizes), width)).astype(np.float32)
     state, done = drafter.open(), 0
     for size in sizes:
-        taps = mx.array(hidden[done : done + size])
-        extend(drafter, state, Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), taps))
+        aux_hidden_states = mx.array(hidden[done : done + size])
+        extend(
+            drafter,
+            state,
+            Committed(done, mx.array(tokens[done : done + size], dtype=mx.int32), aux_hidden_states),
+        )
         done += size
         seen: list[np.ndarray] = []
         proposal = propose(drafter, state, tokens[done], COUNT, watched(seen))
@@ -85,7 +89,7 @@ def test_heads_over_every_family(family: str, tmp_path: Path) -> None:
 def test_heads_in_every_layout(layout: str, tmp_path: Path) -> None:
     tensors = head_tensors("qwen3")
     drafter = load_mtp(write_layout(tmp_path, layout, "qwen3", tensors), tiny_target("qwen3", mx.float32), layout)
-    assert drafter.taps == ((3,) if layout == "Step" else (4,))
+    assert drafter.target_layer_ids == ((3,) if layout == "Step" else (4,))
     run_rounds(drafter, oracle_for("qwen3", tensors, hidden_first=layout == "MiMo"), [5, 2])
 
 
@@ -102,7 +106,7 @@ def test_a_chain_that_goes_on_with_the_output_before_the_norm(tmp_path: Path) ->
     drafter = load_mtp(
         write_layout(tmp_path, "sidecar", "qwen3", tensors), tiny_target("qwen3", mx.float32), "head"
     )
-    drafter.rows = replace(drafter.rows, contract=replace(drafter.rows.contract, recycles_normed=False))
+    drafter.forward = replace(drafter.forward, spec=replace(drafter.forward.spec, recycles_normed=False))
     run_rounds(drafter, oracle_for("qwen3", tensors, recycles_normed=False), [5, 2])
 
 
@@ -111,13 +115,13 @@ def test_the_kernels_own_text_drafts_the_same(tmp_path: Path) -> None:
     target, tensors = tiny_target("qwen3"), head_tensors("qwen3", dtype=mx.bfloat16)
     drafter = load_mtp(write_layout(tmp_path, "sidecar", "qwen3", tensors), target, "head")
     tokens = mx.arange(5, 30, dtype=mx.int32)
-    taps = target.forward([(target.open(), tokens)], drafter.taps).taps
+    aux_hidden_states = target.forward([(target.open(), tokens)], drafter.target_layer_ids).aux_hidden_states
 
     def drafts() -> list[int]:
         state = drafter.open()
-        extend(drafter, state, Committed(0, tokens[:20], taps[:20]))
+        extend(drafter, state, Committed(0, tokens[:20], aux_hidden_states[:20]))
         mx.eval(propose(drafter, state, 25, 2, watched([])).tokens)
-        extend(drafter, state, Committed(20, tokens[20:], taps[20:]))
+        extend(drafter, state, Committed(20, tokens[20:], aux_hidden_states[20:]))
         return propose(drafter, state, 31, 5, watched([])).tokens.tolist()
 
     expected = drafts()

@@ -16,12 +16,13 @@ from trained_texts import TEXTS
 
 from mlx_spec import load, stream_generate
 from mlx_spec.cache_folder import cache_folder
+from mlx_spec.diagnose.wiring import Measured, better_wiring, measure_wirings
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.diagnose.mtp_wiring import measure, shifted
-from mlx_spec.drafters.mtp.head import MTPRows
+from mlx_spec.drafters.mtp.head import MTPForward
 from mlx_spec.drafters.mtp.tensors import shift_norms
-from mlx_spec.diagnose.wiring import Measured, better_wiring
-from mlx_spec.engine.engine import Engine
+from mlx_spec.drafters.mtp.wirings import other_wirings, shifted
+from mlx_spec.engine import Engine
+from mlx_spec.target import Target
 
 TESTS = Path(__file__).parent.parent
 # Target and head; the hybrid, whose layers are recurrent in turn, holds its head.
@@ -37,12 +38,10 @@ PROMPTS = (
     "from mlx_spec",
 )
 
-Wiring = Callable[[MTPRows], MTPRows]
+Wiring = Callable[[MTPForward], MTPForward]
 WRONG: dict[str, Wiring] = {
-    "the hidden state behind the final norm": lambda r: replace(
-        r, contract=replace(r.contract, reads_normed=False)
-    ),
-    "embedding and hidden state swapped": lambda r: replace(r, contract=replace(r.contract, hidden_first=True)),
+    "the hidden state after the final norm": lambda r: replace(r, spec=replace(r.spec, reads_normed=False)),
+    "embedding and hidden state swapped": lambda r: replace(r, spec=replace(r.spec, hidden_first=True)),
     "its norm weights one smaller": lambda r: shifted(r, 1.0),
     "its norm weights one larger": lambda r: shifted(r, -1.0),
 }
@@ -67,9 +66,13 @@ def rewired(kind: str, wiring: Wiring) -> ChainDrafter:
     """The drafter, wired in another way."""
     engine = loaded(kind)[0]
     assert isinstance(engine.drafter, ChainDrafter)
-    rows = wiring(engine.drafter.rows)
-    taps = (engine.target.num_layers - (not rows.contract.reads_normed),)
-    return ChainDrafter("mtp", rows, taps, engine.target, engine.drafter.head)
+    rows = wiring(engine.drafter.forward)
+    target_layer_ids = (engine.target.num_layers - (not rows.spec.reads_normed),)
+    return ChainDrafter("mtp", rows, target_layer_ids, engine.target, engine.drafter.head)
+
+
+def measure(target: Target, drafter: ChainDrafter, tokens: list[int]) -> Measured:
+    return measure_wirings(target, other_wirings(drafter, target.num_layers), tokens)
 
 
 def tokens(text: str) -> list[int]:
@@ -152,7 +155,7 @@ def layer_of(kind: str) -> dict[str, Any]:
 
 def wirings() -> list[dict[str, str | None]]:
     """What was measured of wirings so far."""
-    known = json.loads((cache_folder() / "costs.json").read_text())
+    known = json.loads((cache_folder() / "machine.json").read_text())
     return [entry for entry in known.values() if "better" in entry]
 
 
@@ -164,7 +167,7 @@ def behind_target(kind: str, tensors: Tensors) -> Tensors:
 # Heads under the names of families that are wired otherwise, though they were trained as Qwen's: a model type, and
 # the stored tensors by those of the head.
 SIDECARS: dict[str, tuple[str, Callable[[str, Tensors], Tensors]]] = {
-    "the hidden state behind the final norm": ("step3p5_mtp", lambda k, t: behind_target(k, zero_centred(t))),
+    "the hidden state after the final norm": ("step3p5_mtp", lambda k, t: behind_target(k, zero_centred(t))),
     "embedding and hidden state swapped": ("mimo_mtp", lambda k, t: renamed(t, MIMO, "model.mtp_layers.0.")),
     "its norm weights one smaller": ("qwen3_5_mtp", lambda k, t: shift_norms(t, 1.0)),
     "its norm weights one larger": ("deepseek_v3_mtp", lambda k, t: behind_target(k, zero_centred(t))),
@@ -205,6 +208,6 @@ def test_a_model_as_published_brings_its_head(tmp_path: Path) -> None:
     folder = KINDS["hybrid"][0]
     engine, _ = load(str(folder))
     assert isinstance(engine.drafter, ChainDrafter)
-    assert mx.array_equal(engine.drafter.rows.norm.weight, stored("hybrid")["norm.weight"])
+    assert mx.array_equal(engine.drafter.forward.norm.weight, stored("hybrid")["norm.weight"])
     low = mx.load(str(folder / "model.safetensors"))["model.language_model.norm.weight"]
     assert mx.array_equal(engine.target.norm.weight, low + 1)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
 from verified import accept
 
-from mlx_spec import noise
+from mlx_spec.decoding import noise
 from mlx_spec.decoding.accept import AcceptRule, Coupled, Greedy, Rejection
-from mlx_spec.drafters.base import Proposal
-from mlx_spec.errors import ContextFull, PositionError, RequestError
-from mlx_spec.engine.verify import said_by_rows
-from mlx_spec.drafters.siblings import with_leaves
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft
+from mlx_spec.drafters.siblings import with_siblings
+from mlx_spec.drafters.tree import Tree, chain_of, rows_of_path, tree_of
+from mlx_spec.engine.verify import emitted_by_rows
+from mlx_spec.errors import ContextFull, PositionError, RequestError
 from mlx_spec.target import Target
-from mlx_spec.drafters.tree import Tree, chain_of, of_path, tree_of
 
 VOCAB, POSITION = 6, 17
 TOKENS = [int(t) for t in np.random.default_rng(2).integers(0, 90, 60)]
@@ -42,8 +42,8 @@ def path_to(parents: Sequence[int], row: int) -> list[int]:
 @given(trees)
 def test_a_tree_knows_its_paths(parents: tuple[int, ...]) -> None:
     tree = Tree(parents)
-    assert tree.rows == len(parents) + 1
-    assert [list(path) for path in tree.paths] == [path_to(parents, row) for row in range(tree.rows)]
+    assert tree.num_rows == len(parents) + 1
+    assert [list(path) for path in tree.paths] == [path_to(parents, row) for row in range(tree.num_rows)]
     assert list(tree.depths) == [len(path) - 1 for path in tree.paths]
     assert [(parent, child) for parent, children in enumerate(tree.children) for child in children] == sorted(
         (parent, child) for child, parent in enumerate(parents, 1)
@@ -101,7 +101,7 @@ def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int,
         drawn = {depth: noise.gumbel(3, POSITION + 1 + depth, noise.TOKEN, VOCAB) for depth in set(tree.depths)}
         choices = [int(mx.argmax(scores[row] + drawn[depth]).item()) for row, depth in enumerate(tree.depths)]
     expected = walk(parents, drafts.tolist(), choices)
-    proposal = Proposal(mx.array(drafts, dtype=mx.int32), mx.zeros((count, 1)), parents=parents)
+    proposal = Draft(mx.array(drafts, dtype=mx.int32), mx.zeros((count, 1)), parents=parents)
     outcome = accept(rule, proposal, scores, POSITION, [mx.array([True, False])], mx.array(finite))
     values = outcome.tolist()
     assert outcome.dtype == mx.int32 and values[:count] == drafts.tolist()
@@ -110,7 +110,7 @@ def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int,
     assert values[count + 1] == choices[path[-1]]
     assert values[count + 2 :] == [0, int(finite[list(path)].all())]
     # Each row of the path says the token behind it.
-    said = said_by_rows(outcome, tree).tolist()
+    said = emitted_by_rows(outcome, tree).tolist()
     assert [said[row] for row in path] == [*(drafts[row - 1] for row in path[1:]), values[count + 1]]
 
 
@@ -118,12 +118,12 @@ def test_leaves_are_the_next_candidates_by_each_rules_own_order() -> None:
     ids = mx.array([[5, 3, 8, 1], [2, 7, 0, 4]], dtype=mx.int32)
     scores = mx.array([[0.1, 2.0, 1.5, -1.0], [0.3, 0.2, 0.5, 0.9]])
     for rule in (Greedy(), Coupled(4, 0.7, 9), Rejection(4, 0.7)):
-        chosen = [rule.choose(POSITION + i, ids[i], scores[i]) for i in range(2)]
+        chosen = [rule.sample_draft(POSITION + i, ids[i], scores[i]) for i in range(2)]
         drawn = None if chosen[0][1] is None else mx.stack([p for _, p in chosen if p is not None])
-        chain = Proposal(mx.stack([token for token, _ in chosen]).astype(mx.int32), ids, drawn, {}, scores)
-        tree = with_leaves(chain, (1, 2), rule.rank, POSITION)
+        chain = Draft(mx.stack([token for token, _ in chosen]).astype(mx.int32), ids, drawn, {}, scores)
+        tree = with_siblings(chain, (1, 2), rule.rank_candidates, POSITION)
         order = [
-            np.array(ids[i])[np.argsort(-np.array(rule.rank(POSITION + i, ids[i], scores[i])))].tolist()
+            np.array(ids[i])[np.argsort(-np.array(rule.rank_candidates(POSITION + i, ids[i], scores[i])))].tolist()
             for i in range(2)
         ]
         assert tree.parents == (0, 1, 0, 1, 1)
@@ -131,11 +131,11 @@ def test_leaves_are_the_next_candidates_by_each_rules_own_order() -> None:
         assert tree.candidates.tolist() == [ids.tolist()[i] for i in (0, 1, 0, 1, 1)]
         if drawn is not None and tree.probabilities is not None:
             assert tree.probabilities.tolist() == [drawn.tolist()[i] for i in (0, 1, 0, 1, 1)]
-    # There are no more leaves than candidates, and none without scores.
-    assert with_leaves(chain, (9, 0), rule.rank, POSITION).parents == (0, 1, 0, 0, 0)
-    assert with_leaves(chain, (0, 0), rule.rank, POSITION) is chain
-    alone = Proposal(chain.tokens, ids)
-    assert with_leaves(alone, (1, 1), Greedy().rank, POSITION) is alone
+    # There are no more siblings than candidates, and none without scores.
+    assert with_siblings(chain, (9, 0), rule.rank_candidates, POSITION).parents == (0, 1, 0, 0, 0)
+    assert with_siblings(chain, (0, 0), rule.rank_candidates, POSITION) is chain
+    alone = Draft(chain.tokens, ids)
+    assert with_siblings(alone, (1, 1), Greedy().rank, POSITION) is alone
 
 
 def test_each_row_is_processed_with_the_history_of_its_path() -> None:
@@ -157,24 +157,24 @@ def target_of(family: str, bits: int | None) -> Target:
 
 def check_rows(target: Target, parents: tuple[int, ...], held: int) -> None:
     """Compare each row of a tree with plain decoding of its path, and commit one path as if it were plain."""
-    tree, taps, sequence = tree_of(parents), [0, target.num_layers], target.open()
+    tree, target_layer_ids, sequence = tree_of(parents), [0, target.num_layers], target.open()
     target.prefill(sequence, TOKENS[:held])
-    tokens = mx.array(TOKENS[held : held + tree.rows], dtype=mx.int32)
-    block = target.forward([(sequence, tokens)], taps, tree.paths)
+    tokens = mx.array(TOKENS[held : held + tree.num_rows], dtype=mx.int32)
+    block = target.forward([(sequence, tokens)], target_layer_ids, tree.paths)
     logits = target.logits(block.hidden)
     for path in tree.paths:
         alone = sequence.fork()
         for row in path:
-            one = target.forward([(alone, tokens[row : row + 1])], taps)
+            one = target.forward([(alone, tokens[row : row + 1])], target_layer_ids)
             target.commit(alone, one)
         assert mx.array_equal(block.hidden[row], one.hidden[0]), path
-        assert mx.array_equal(block.taps[row], one.taps[0]), path
+        assert mx.array_equal(block.aux_hidden_states[row], one.aux_hidden_states[0]), path
         assert mx.array_equal(block.kv[row], one.kv[0]), path
         assert mx.array_equal(logits[row], target.logits(one.hidden)[0]), path
         together = sequence.fork()
         target.commit(together, block.path(0, path))
         assert together.length == alone.length == held + len(path)
-        next_row = [target.forward([(each, tokens[:1])], taps) for each in (together, alone)]
+        next_row = [target.forward([(each, tokens[:1])], target_layer_ids) for each in (together, alone)]
         assert mx.array_equal(next_row[0].hidden, next_row[1].hidden), path
         alone.free()
         together.free()
@@ -186,7 +186,7 @@ def check_rows(target: Target, parents: tuple[int, ...], held: int) -> None:
 def test_a_row_of_a_tree_is_that_of_plain_decoding_and_its_path_is_committed_as_such(
     family: str, bits: int | None
 ) -> None:
-    """Behind a text whose page the rows leave, and which leaves the window of 40."""
+    """Behind a text whose page the rows leave, and which siblings the window of 40."""
     check_rows(target_of(family, bits), PARENTS[:6] if bits else PARENTS[:9], 29 if bits else 37)
 
 
@@ -202,13 +202,13 @@ def test_trees_of_several_sequences_run_in_one_pass() -> None:
     for at, tree in enumerate(shapes):
         sequence = target.open()
         target.prefill(sequence, TOKENS[: 11 * at])
-        batch.append((sequence, mx.array(TOKENS[40 + at : 40 + at + tree.rows], dtype=mx.int32)))
+        batch.append((sequence, mx.array(TOKENS[40 + at : 40 + at + tree.num_rows], dtype=mx.int32)))
         alone.append(target.forward(batch[-1:], [1], tree.paths))
     together = target.forward(batch, [1], [path for tree in shapes for path in tree.paths])
     for index, (tree, own) in enumerate(zip(shapes, alone, strict=True)):
         for path in tree.paths:
             ours, theirs = together.path(index, path), own.path(0, path)
-            for name in ("hidden", "taps", "kv"):
+            for name in ("hidden", "aux_hidden_states", "kv"):
                 assert mx.array_equal(getattr(ours, name), getattr(theirs, name)), (index, path, name)
 
 
@@ -219,7 +219,7 @@ def test_only_the_depth_of_a_tree_has_to_fit_into_the_context() -> None:
     tokens = mx.zeros((5,), dtype=mx.int32)
     target.forward([(sequence, tokens)], paths=tree.paths)
     sequence.length += 1
-    with pytest.raises(ContextFull, match="3 tokens behind 510 do not fit"):
+    with pytest.raises(ContextFull, match="3 tokens after 510 do not fit"):
         target.forward([(sequence, tokens)], paths=tree.paths)
 
 
@@ -238,4 +238,4 @@ def test_recurrent_layers_take_no_trees(family: str) -> None:
 def test_rows_of_a_path() -> None:
     x = mx.arange(10).reshape(5, 2)
     for path in ((0,), (0, 1, 2), (0, 3), (0, 2, 4)):
-        assert of_path(x, path).tolist() == [x.tolist()[row] for row in path]
+        assert rows_of_path(x, path).tolist() == [x.tolist()[row] for row in path]

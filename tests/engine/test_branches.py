@@ -21,14 +21,14 @@ from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_heads import head_tensors, write_layout
 from tiny_models import tiny_target
 
+from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine.costs import Costs
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
-from mlx_spec.engine.draft_policy import Costs
-from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 90, 80)]
@@ -48,7 +48,7 @@ COSTS = Costs({1: 10.0, 4: 11.0, 16: 16.0}, {1: 0.5, 7: 1.0})
 
 @cache
 def target_of(family: str) -> Target:
-    return tiny_target(family, max_kv_size=4096)
+    return tiny_target(family, max_cached_tokens=4096)
 
 
 @cache
@@ -146,7 +146,7 @@ class Branches(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         """As where the drafter knows too many sequences: this one begins anew."""
-        self.engine._forget(data.draw(st.sampled_from(self.branches)).generation)
+        self.engine.states.forget(data.draw(st.sampled_from(self.branches)).generation)
 
     def run(self, generations: list[Generation], rounds: int) -> None:
         for _ in range(rounds):
@@ -230,7 +230,7 @@ def test_what_fails_in_one_generation_stays_with_it() -> None:
             assert done.error is None and done.tokens
         else:
             assert isinstance(done.error, OSError) and not done.tokens
-            assert generation.sequence.length == len(generation.tokens) - 1 == generation.drafting.position
+            assert generation.sequence.length == len(generation.tokens) - 1 == generation.drafter_state.position
     assert [generation.tokens for generation in bad] == before
     armed[0] = False
     finish(engine, together)
@@ -251,7 +251,7 @@ def test_a_sequence_that_computes_nan_is_named_and_the_others_go_on(monkeypatch:
     monkeypatch.undo()
     assert good.error is None and good.tokens
     assert isinstance(bad.error, NonFiniteError) and "The target logits at position 32" in str(bad.error)
-    assert second.tokens == before and second.sequence.length == second.drafting.position == 32
+    assert second.tokens == before and second.sequence.length == second.drafter_state.position == 32
     finish(engine, [first, second])
     for generation in (first, second):
         assert generation.tokens == alone("llama", tuple(generation.request.prompt), 0, 0)
@@ -260,7 +260,7 @@ def test_a_sequence_that_computes_nan_is_named_and_the_others_go_on(monkeypatch:
 
 def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
     """Three pages for two sequences that need two each: the second waits until the first is closed."""
-    target = tiny_target("llama", max_kv_size=96)
+    target = tiny_target("llama", max_cached_tokens=96)
     engine = Engine(target, BranchDrafter(target))
     first, second = (engine.start(Request(TOKENS[:30], 20)) for _ in range(2))
     errors = []
@@ -269,7 +269,7 @@ def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
         assert rounds[0].error is None
         errors.append(rounds[1].error)
     assert isinstance(errors[-1], ContextFull)
-    assert "close a sequence or load the model with a larger max_kv_size" in str(errors[-1])
+    assert "close a sequence or load the model with a larger max_cached_tokens" in str(errors[-1])
     assert second.finish_reason is None and len(second.tokens) - 1 == second.sequence.length == 32
     engine.close(first)
     finish(engine, [second])
@@ -298,18 +298,18 @@ def test_the_drafter_forgets_what_was_not_used_for_longest() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target), max_drafter_states=16)
     generations = [engine.start(Request([token], NEW_TOKENS, 2)) for token in range(18)]
-    assert [generation.drafting is None for generation in generations] == [True] * 2 + [False] * 16
+    assert [generation.drafter_state is None for generation in generations] == [True] * 2 + [False] * 16
     engine.step(generations[0])
-    assert generations[0].statistics.parked_rounds == 1
-    assert generations[0].drafting.position == 1
-    assert generations[2].drafting is None
+    assert generations[0].statistics.undrafted_rounds == 1
+    assert generations[0].drafter_state.position == 1
+    assert generations[2].drafter_state is None
     engine.step(generations[0])
     assert generations[0].statistics.drafted == [1, 1]
     with pytest.raises(RequestError, match="max_drafter_states must be at least 16, not 3"):
         Engine(target, BranchDrafter(target), max_drafter_states=3)
     for generation in generations:
         engine.close(generation)
-    assert not engine._remembered
+    assert not engine.states._used
 
 
 def test_a_fork_goes_on_behind_the_end_of_a_finished_generation() -> None:
@@ -329,12 +329,12 @@ def test_plain_decoding_leaves_the_drafter_alone_and_a_fork_may_begin_to_draft(t
     engine = Engine(target, drafter)
     plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
     engine.step(plainly)
-    assert plainly.drafting is None and drafter.pool.pages_in_use == 0
+    assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
     drafted = engine.fork(plainly, num_draft_tokens=3)
     engine.step([plainly, drafted])
-    assert drafted.drafting is not None and drafted.statistics.parked_rounds == 2
+    assert drafted.drafter_state is not None and drafted.statistics.undrafted_rounds == 2
     again = engine.fork(drafted, num_draft_tokens=0)
-    assert again.drafting is None
+    assert again.drafter_state is None
     finish(engine, [plainly, drafted, again])
     assert drafted.statistics.drafted and not plainly.statistics.drafted
     for generation in (plainly, drafted, again):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mlx_spec.engine.draft_policy import MARGIN, Adaptive, CostAware, Costs, FixedDepth, interpolate
+from mlx_spec.engine.costs import Costs, interpolate
+from mlx_spec.engine.draft_policy import MARGIN, Adaptive, CostAware, FixedDepth
 
 CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
 # A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
@@ -103,7 +104,7 @@ def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_st
     assert policy.reason.startswith("about 7: drafting 7, a chain, is expected to cost ")
 
 
-def test_a_dear_drafter_is_parked_and_looked_at_after_8_16_to_256_rounds() -> None:
+def test_a_dear_drafter_is_paused_and_looked_at_after_8_16_to_256_rounds() -> None:
     policy = CostAware(DEAR, 7)
     runs, drafting = [], None
     for _ in range(1100):
@@ -115,7 +116,7 @@ def test_a_dear_drafter_is_parked_and_looked_at_after_8_16_to_256_rounds() -> No
         policy.update(depth, 0, None)
     assert runs[:-1] == [8, 2, 16, 2, 32, 2, 64, 2, 128, 2, 256, 2, 256, 2, 256, 2][: len(runs) - 1]
     assert len(runs) > 13
-    assert policy.reason.startswith("parked: drafting ")
+    assert policy.reason.startswith("paused: drafting ")
     assert policy.reason.endswith("plain decoding 10.0")
 
 
@@ -137,10 +138,10 @@ def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
     for two_rows, depth in ((19.8, 0), (19.0, 1)):
         policy = CostAware(Costs({1: 10.0, 2: two_rows}, {1: 0.0}), 1, prior=1.0)
         assert policy.depth() == depth
-        assert policy.reason.startswith("about 1" if depth else "parked")
+        assert policy.reason.startswith("about 1" if depth else "paused")
 
 
-def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
+def test_a_paused_drafter_comes_back_when_its_drafts_stand_again() -> None:
     policy = CostAware(Costs({1: 10.0, 8: 40.0}, {1: 1.0, 7: 4.0}), 7)
     depths = []
     for i in range(200):
@@ -149,7 +150,7 @@ def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
     assert depths[0] > 0
     assert 0 in depths[:30]
     returned = len(depths) - depths[::-1].index(0)
-    assert returned < 100, "it stays parked although every draft stands"
+    assert returned < 100, "it stays paused although every draft stands"
     assert min(depths[returned:]) > 0
     # The next spell of parking begins with a short wait again.
     later = []
@@ -161,19 +162,19 @@ def test_a_parked_drafter_comes_back_when_its_drafts_stand_again() -> None:
     assert later[first + 8] > 0
 
 
-# Rows are nearly free, drafts are not: leaves win.
+# Rows are nearly free, drafts are not: siblings win.
 FLAT = Costs({1: 10.0, 16: 10.5}, {1: 3.0, 7: 12.0})
 
 
 def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int]:
-    """The cheapest number of leaves at a depth, from the definition, and what a token costs with it."""
+    """The cheapest number of siblings at a depth, from the definition, and what a token costs with it."""
     stands = [successes / tries for tries, successes in policy.reach]
     seconds = [successes / tries for tries, successes in policy.runners_up]
     found = []
-    for leaves in range(min(depth, 15 - depth) + 1):
+    for siblings in range(min(depth, 15 - depth) + 1):
         gains = [np.prod(stands[:i]) * (1 - stands[i]) * seconds[i] for i in range(depth)]
-        tokens = 1 + sum(np.prod(stands[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - leaves :])
-        found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + leaves)) / tokens, leaves))
+        tokens = 1 + sum(np.prod(stands[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - siblings :])
+        found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + siblings)) / tokens, siblings))
     return min(found) if min(found)[0] < MARGIN * found[0][0] else found[0]
 
 
@@ -186,17 +187,19 @@ def test_depth_and_leaves_are_the_cheapest_by_brute_force() -> None:
         policy, rate, second = CostAware(costs, 7, may_branch=True), random.uniform(0.3, 0.95), random.random()
         for _ in range(40):
             depth = policy.depth()
-            leaves = policy.leaves(depth)
+            siblings = policy.siblings(depth)
             best = min(range(8), key=lambda k: brute_force(policy, costs, k)[0])
             if brute_force(policy, costs, best)[0] < MARGIN * 10.0:
-                assert (depth, sum(leaves)) == (best, brute_force(policy, costs, best)[1])
-                assert len(leaves) == depth and set(leaves) <= {0, 1}
-            chosen.add((depth, sum(leaves)))
+                assert (depth, sum(siblings)) == (best, brute_force(policy, costs, best)[1])
+                assert len(siblings) == depth and set(siblings) <= {0, 1}
+            chosen.add((depth, sum(siblings)))
             stood = min(int((random.random(8) < rate).argmin()), depth)
             policy.update(
-                depth, stood, bool(random.random() < second) if stood < depth and leaves[stood] else None
+                depth, stood, bool(random.random() < second) if stood < depth and siblings[stood] else None
             )
-    assert len(chosen) > 8 and any(leaves for _, leaves in chosen) and any(not leaves for _, leaves in chosen)
+    assert (
+        len(chosen) > 8 and any(siblings for _, siblings in chosen) and any(not siblings for _, siblings in chosen)
+    )
 
 
 def test_leaves_are_verified_only_where_measured_costs_make_them_win() -> None:
@@ -205,10 +208,10 @@ def test_leaves_are_verified_only_where_measured_costs_make_them_win() -> None:
         policy = CostAware(costs, 7, may_branch=True)
         for turn in range(60):
             depth = policy.depth()
-            leaves, stood = policy.leaves(depth), min(turn % 4, depth)
-            policy.update(depth, stood, turn % 8 < 4 if stood < depth and leaves[stood] else None)
+            siblings, stood = policy.siblings(depth), min(turn % 4, depth)
+            policy.update(depth, stood, turn % 8 < 4 if stood < depth and siblings[stood] else None)
         assert policy.depth() > 0
-        assert (sum(policy.leaves(policy.depth())) > 0) == wins
+        assert (sum(policy.siblings(policy.depth())) > 0) == wins
         assert ("a tree with" in policy.reason) == wins
         assert ("a chain" in policy.reason) != wins
 
@@ -216,13 +219,13 @@ def test_leaves_are_verified_only_where_measured_costs_make_them_win() -> None:
 def test_a_runner_up_that_never_stands_is_left_out_and_looked_at_again() -> None:
     policy, costs = CostAware(FLAT, 1, may_branch=True), []
     for _ in range(400):
-        costs.append(policy.leaves(1)[0])
+        costs.append(policy.siblings(1)[0])
         policy.update(1, 0, False if costs[-1] else None)
     assert costs[0] == 1 and policy.runners_up[0][0] < 30
     dear = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.4}, {1: 1.0}), 1, prior=0.5, may_branch=True)
     looks = []
     for _ in range(400):
-        looks.append(dear.leaves(1)[0])
+        looks.append(dear.siblings(1)[0])
         dear.update(1, 0, False if looks[-1] else None)
         dear.update(1, 1, None)
     assert looks[0] == 1 and 0 < sum(looks[20:]) < 80
@@ -230,11 +233,11 @@ def test_a_runner_up_that_never_stands_is_left_out_and_looked_at_again() -> None
 
 def test_without_leave_to_branch_everything_is_a_chain() -> None:
     policy = CostAware(FLAT, 7)
-    assert policy.leaves(policy.depth()) == (0,) * policy.depth()
-    assert Adaptive(7).leaves(3) == FixedDepth(3).leaves(3) == (0, 0, 0)
+    assert policy.siblings(policy.depth()) == (0,) * policy.depth()
+    assert Adaptive(7).siblings(3) == FixedDepth(3).siblings(3) == (0, 0, 0)
 
 
 def test_a_fixed_number_of_leaves_is_spread_from_the_first_draft_on() -> None:
     policy = FixedDepth(3, 5)
-    assert [policy.leaves(depth) for depth in range(4)] == [(), (5,), (3, 2), (2, 2, 1)]
-    assert policy.reason == "fixed at 3, a tree with 5 leaves"
+    assert [policy.siblings(depth) for depth in range(4)] == [(), (5,), (3, 2), (2, 2, 1)]
+    assert policy.reason == "fixed at 3, a tree with 5 siblings"

@@ -3,7 +3,7 @@
 bfloat16 targets, see test_law.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,13 +16,15 @@ from scripted_drafters import Finished, ScriptedDrafter, always_right, mixture, 
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
-import mlx_spec.engine.engine
+import mlx_spec.engine.round
 from mlx_spec.decoding.accept import Greedy
-from mlx_spec.drafters.base import Choose, Proposal
-from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
-from mlx_spec.engine.engine import TIMED_EVERY, Engine, Generation, Request
-from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine.round import TIMED_EVERY
+from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
 
 PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
@@ -172,10 +174,10 @@ def test_a_prompt_that_fills_the_context_gets_one_token() -> None:
 @pytest.mark.parametrize("depth", [0, 3, 7])
 def test_a_full_pool_ends_every_lane_at_the_same_token(depth: int) -> None:
     """One page of 32: the anchor at position 32 cannot be cached, so 13 tokens come behind a prompt of 20."""
-    on = tiny_target("llama", max_kv_size=32)
+    on = tiny_target("llama", max_cached_tokens=32)
     engine = scripted(on)
     generation = engine.start(Request(PROMPT, 60, num_draft_tokens=depth))
-    with pytest.raises(ContextFull, match="need 1 KV pages, 0 of 1 are free; .* larger max_kv_size"):
+    with pytest.raises(ContextFull, match="need 1 KV pages, 0 of 1 are free; .* larger max_cached_tokens"):
         for _ in range(60):
             engine.step(generation)
     assert generation.tokens == long_text().text[: len(PROMPT) + 13]
@@ -189,7 +191,7 @@ def test_a_full_pool_ends_every_lane_at_the_same_token(depth: int) -> None:
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 65, 95, 96])
 def test_the_room_of_a_sequence_is_what_can_be_appended(length: int, forks: int) -> None:
     """A fork shares the last page, so going on in it takes a page for the copy."""
-    on = tiny_target("llama", max_kv_size=96)
+    on = tiny_target("llama", max_cached_tokens=96)
 
     def rows(count: int) -> mx.array:
         return mx.zeros((count, *on.pool.data.shape[1:3], *on.pool.data.shape[4:]), dtype=on.pool.data.dtype)
@@ -198,18 +200,18 @@ def test_the_room_of_a_sequence_is_what_can_be_appended(length: int, forks: int)
     if length:
         sequence.append(rows(length))
     others = [sequence.fork() for _ in range(forks)]
-    room = sequence.room
+    room = sequence.free_positions
     with pytest.raises(ContextFull):
         sequence.append(rows(room + 1))
     if room:
         sequence.append(rows(room))
-    assert sequence.room == 0
+    assert sequence.free_positions == 0
     assert sequence.length == length + room
     assert len(others) == forks
 
 
 def test_a_prompt_beyond_the_pool_leaves_no_page_behind() -> None:
-    on = tiny_target("llama", max_kv_size=64)
+    on = tiny_target("llama", max_cached_tokens=64)
     with pytest.raises(ContextFull, match="KV pages"):
         Engine(on).start(Request([1] * 100, 5, prefill_step_size=30))
     assert on.pool.pages_in_use == 0
@@ -232,7 +234,7 @@ def snapshot(generation: Generation) -> tuple[Any, ...]:
         generation.sequence.length,
         list(generation.sequence.pages),
         generation.finish_reason,
-        generation.drafting.tokens[:] if generation.drafting else None,
+        generation.drafter_state.tokens[:] if generation.drafter_state else None,
         vars(generation.statistics).copy() | {"drafted": list(generation.statistics.drafted)},
     )
 
@@ -288,9 +290,9 @@ STEPS = [
     (Sampling, "processed"),
     (Sampling, "filtered"),
     (Greedy, "accept"),
-    (mlx_spec.engine.engine, "wait"),
-    (mlx_spec.engine.engine, "unpack"),
-    (Engine, "_cut"),
+    (mlx_spec.engine.round, "wait"),
+    (mlx_spec.engine.round, "read_outcome"),
+    (Generation, "cut"),
     (Target, "commit_all"),
     (ScriptedDrafter, "extend"),
 ]
@@ -311,7 +313,7 @@ def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
     fail, on = Failing(), target(family)
     request = FAILURES[failure](fail, monkeypatch)
     expected = plain(on, request)
-    engine = Engine(on, ScriptedDrafter(on, expected.text, mixture(1), taps=(1,)))
+    engine = Engine(on, ScriptedDrafter(on, expected.text, mixture(1), target_layer_ids=(1,)))
     generation = engine.start(request)
     for _ in range(rounds):
         engine.step(generation)
@@ -347,22 +349,54 @@ def break_selector(drafter: DFlash2Drafter) -> None:
     [(break_block, "block forward"), (break_head, "draft logits"), (break_selector, "candidate selector")],
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temp=0.8), Sampling(temp=0.8, accept="rejection")])
-def test_a_drafter_that_computes_nan_is_named_and_nothing_is_emitted(
+def test_a_drafter_that_computes_nan_is_named_and_decoding_goes_on_without_it(
     corrupt: Callable[[DFlash2Drafter], None], stage: str, sampling: Sampling, drafter_folder: Path
 ) -> None:
+    """From the round of the failure on, tokens are those of a request that never drafted from there."""
     drafter = load_dflash2(drafter_folder, target(), "tiny drafter")
     engine = Engine(target(), drafter)
     generation = engine.start(Request(PROMPT, 20, sampling=sampling))
     engine.step(generation)
-    tokens, length = list(generation.tokens), generation.sequence.length
+    length = generation.sequence.length
+    undrafted = engine.fork(generation, num_draft_tokens=0)
     corrupt(drafter)
-    with pytest.raises(NonFiniteError, match=f"The {stage} at position {length} holds NaN or infinity"):
-        engine.step(generation)
-    assert generation.tokens == tokens
-    assert generation.sequence.length == length
-    assert generation.finish_reason is None
+    assert engine.step(generation).num_from_draft == 0
+    for each in (generation, undrafted):
+        while each.finish_reason is None:
+            engine.step(each)
+    assert generation.tokens == undrafted.tokens
+    reason = f"the drafter's {stage} at position {length} holds NaN or infinity"
+    assert generation.statistics.drafter_failure == reason
+    assert f"Drafting stopped: {reason}" in str(generation.statistics)
+    assert generation.drafter_state is None and not undrafted.statistics.drafter_failure
     engine.close(generation)
+    engine.close(undrafted)
     assert target().pool.pages_in_use == 0
+
+
+def test_a_drafter_that_fails_one_of_several_sequences_goes_on_for_the_others(
+    drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = load_dflash2(drafter_folder, target(), "tiny drafter")
+    engine, proposed = Engine(target(), drafter), drafter.propose
+
+    def first_is_broken(requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = proposed(requests)
+        broken = replace(drafts[0], finite={**drafts[0].finite, "draft logits": mx.array(False)})
+        return [broken, *drafts[1:]]
+
+    generations = [engine.start(Request([token, *PROMPT], 20)) for token in (1, 2, 3)]
+    engine.step(generations)
+    monkeypatch.setattr(drafter, "propose", first_is_broken)
+    rounds = engine.step(generations)
+    monkeypatch.undo()
+    assert all(done.error is None and done.tokens for done in rounds)
+    while any(generation.finish_reason is None for generation in generations):
+        engine.step(generations)
+    assert [bool(g.statistics.drafter_failure) for g in generations] == [True, False, False]
+    for generation in generations:
+        assert generation.tokens == plain(target(), generation.request).text
+        engine.close(generation)
 
 
 @pytest.mark.parametrize("value", [mx.nan, mx.inf])
@@ -374,7 +408,7 @@ def test_a_target_that_computes_nan_is_named_and_nothing_is_emitted(value: float
     engine.step(generation)
     tokens, length = list(generation.tokens), generation.sequence.length
     on.model.lm_head.weight = mx.where(mx.arange(96)[:, None] == 70, value, on.model.lm_head.weight)
-    with pytest.raises(NonFiniteError, match=f"The target logits at position {length} holds NaN or infinity"):
+    with pytest.raises(NonFiniteError, match=f"The target logits at position {length} hold NaN or infinity"):
         engine.step(generation)
     assert (generation.tokens, generation.sequence.length) == (tokens, length)
     engine.close(generation)
@@ -395,7 +429,7 @@ def test_nan_in_the_last_verified_row_alone_is_noticed() -> None:
 def count_waits(monkeypatch: pytest.MonkeyPatch, engine: Engine, request: Request) -> list[tuple[int, int]]:
     """For each round: how often it called the engine's wait, and mx.eval."""
     calls = {"wait": 0, "eval": 0}
-    wait, evaluate = mlx_spec.engine.engine.wait, mx.eval
+    wait, evaluate = mlx_spec.engine.round.wait, mx.eval
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -405,7 +439,7 @@ def count_waits(monkeypatch: pytest.MonkeyPatch, engine: Engine, request: Reques
         return call
 
     generation = engine.start(request)
-    monkeypatch.setattr(mlx_spec.engine.engine, "wait", counted("wait", wait))
+    monkeypatch.setattr(mlx_spec.engine.round, "wait", counted("wait", wait))
     monkeypatch.setattr(mx, "eval", counted("eval", evaluate))
     counts = []
     while generation.finish_reason is None:
@@ -444,8 +478,8 @@ def test_a_round_says_which_of_its_tokens_were_drafted() -> None:
     engine = scripted(script=right_then_wrong(3))
     generation = engine.start(Request(PROMPT, 6))
     first, second = engine.step(generation), engine.step(generation)
-    assert (len(first.tokens), first.from_draft) == (4, 3)
-    assert (len(second.tokens), second.from_draft) == (2, 1)
+    assert (len(first.tokens), first.num_from_draft) == (4, 3)
+    assert (len(second.tokens), second.num_from_draft) == (2, 1)
     engine.close(generation)
 
 
@@ -455,7 +489,7 @@ def test_a_round_cut_inside_its_drafts_counts_no_token_that_was_not_emitted() ->
     generation = engine.start(Request(PROMPT, 60, eos_token_ids=frozenset({eos})))
     cut = engine.step(generation)
     assert cut.tokens == new_tokens(long_text())[:3]
-    assert cut.from_draft == 3
+    assert cut.num_from_draft == 3
     assert generation.sequence.length == len(PROMPT) + 2
     engine.close(generation)
 
@@ -495,7 +529,7 @@ def test_a_drafter_draws_with_the_rule_of_the_request() -> None:
     drawn = []
 
     class Watched(ScriptedDrafter):
-        def draft(self, state: Any, anchor: int, count: int, choose: Choose) -> Proposal:
+        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
             drawn.append(super().draft(state, anchor, count, choose).probabilities)
             return super().draft(state, anchor, count, choose)
 
@@ -529,17 +563,17 @@ def test_an_answer_is_cut_behind_the_row_whose_full_logits_say_otherwise(
     """A wrong choice of a fused path is replaced by what the full logits say; what was built on it is dropped."""
     engine = scripted()
     generation = engine.start(Request(PROMPT, 20))
-    unpack = mlx_spec.engine.engine.unpack
+    unpack = mlx_spec.engine.round.read_outcome
 
     def wrong(*arguments: Any) -> tuple[list[int], tuple[int, ...]]:
         said, path = unpack(*arguments)
         said[row] = (said[row] + 1) % 96
         return said, path
 
-    monkeypatch.setattr(mlx_spec.engine.engine, "unpack", wrong)
+    monkeypatch.setattr(mlx_spec.engine.round, "read_outcome", wrong)
     done = engine.answer_step(generation)
     monkeypatch.undo()
-    assert (done.tokens, done.from_draft) == (new_tokens(long_text())[: row + 1], row)
+    assert (done.tokens, done.num_from_draft) == (new_tokens(long_text())[: row + 1], row)
     while generation.finish_reason is None:
         engine.answer_step(generation)
     assert generation.tokens == long_text().text[: len(PROMPT) + 20]
@@ -549,6 +583,6 @@ def test_an_answer_is_cut_behind_the_row_whose_full_logits_say_otherwise(
 def test_an_answer_is_not_drawn() -> None:
     engine = scripted()
     generation = engine.start(Request(PROMPT, 20, sampling=Sampling(temp=0.5)))
-    with pytest.raises(RequestError, match="takes the likeliest tokens; this request draws, with temp 0.5"):
+    with pytest.raises(RequestError, match="takes the most likely tokens; this request draws, with temp 0.5"):
         engine.answer_step(generation)
     engine.close(generation)

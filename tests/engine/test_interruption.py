@@ -1,4 +1,4 @@
-"""A round that is interrupted anywhere, by Ctrl-C say, leaves a generation as it was, to go on to its text."""
+"""A round that is interrupted anywhere, by Ctrl-C say, siblings a generation as it was, to go on to its text."""
 
 import sys
 from collections.abc import Callable
@@ -17,21 +17,24 @@ from tiny_models import tiny_target
 
 import mlx_spec
 from mlx_spec import load
+from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine.engine import Engine, Generation, Request
-from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine import Engine, Generation, Request
 
 # All that changes anything; the rest builds graphs.
 FILES = {
     str(Path(mlx_spec.__file__).parent / name)
     for name in (
-        "engine.py",
-        "lane.py",
-        "leaves.py",
-        "statistics.py",
+        "engine/engine.py",
+        "engine/round.py",
+        "engine/verify.py",
+        "engine/drafter_states.py",
+        "engine/generation.py",
+        "engine/statistics.py",
         "target/pages.py",
-        "drafters/context.py",
+        "drafters/siblings.py",
+        "drafters/kv.py",
         "drafters/chain.py",
     )
 }
@@ -79,13 +82,13 @@ def trained(target: str, head: str | None = None) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
-        folder = Path(__file__).parent
+        folder = Path(__file__).parent.parent
         return load(str(folder / target), drafter=str(folder / head) if head else "auto")[0]
 
 
 def seen(generation: Generation) -> tuple[Any, ...]:
     """What of a generation must not change."""
-    sequence, drafting = generation.sequence, generation.drafting
+    sequence, drafting = generation.sequence, generation.drafter_state
     return (
         list(generation.tokens),
         sequence.length,
@@ -104,7 +107,7 @@ def windowed_eagle(folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("make", "sampling", "leaves", "is_trained"),
+    ("make", "sampling", "siblings", "is_trained"),
     [
         (partial(untrained, "llama"), Sampling(), 0, False),
         (lambda folder: trained("tiny_hybrid"), Sampling(temp=0.8, seed=5), 0, True),
@@ -114,14 +117,14 @@ def windowed_eagle(folder: Path) -> Engine:
     ids=["llama", "hybrid", "windowed EAGLE", "trees"],
 )
 def test_a_round_may_be_interrupted_at_any_line(
-    make: Callable[[Path], Engine], sampling: Sampling, leaves: int, is_trained: bool, tmp_path: Path
+    make: Callable[[Path], Engine], sampling: Sampling, siblings: int, is_trained: bool, tmp_path: Path
 ) -> None:
     """The first round behind a prompt, whose rows begin a page, and the next, whose page a fork shares.
 
     Rounds are not only right afterwards: they accept what they would have accepted.
     """
     engine = make(tmp_path)
-    request = Request(TOKENS, 30, 3, sampling, num_leaves=leaves)
+    request = Request(TOKENS, 30, 3, sampling, num_sibling_drafts=siblings)
     generation, undisturbed = engine.start(request), run(engine, request)
     for _ in range(2):
         fork = generation.sequence.fork()
@@ -137,12 +140,12 @@ def test_a_round_may_be_interrupted_at_any_line(
         assert interrupt.lines > 150
         fork.free()
     # Of the trees, one was compacted in these two rounds.
-    assert generation.statistics.accepted_leaves > 0 or not leaves
+    assert generation.statistics.accepted_sibling_drafts > 0 or not siblings
     while generation.finish_reason is None:
         engine.step(generation)
     assert generation.tokens == undisturbed.text == plain(engine.target, request).text
     assert generation.statistics.accepted == undisturbed.statistics.accepted
-    assert generation.statistics.accepted_leaves == undisturbed.statistics.accepted_leaves
+    assert generation.statistics.accepted_sibling_drafts == undisturbed.statistics.accepted_sibling_drafts
     assert any(generation.statistics.accepted) or not is_trained
     engine.close(generation)
     assert engine.target.pool.pages_in_use == 0

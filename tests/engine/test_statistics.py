@@ -21,7 +21,7 @@ def example() -> Statistics:
 
 def test_counts_and_rates() -> None:
     statistics = example()
-    assert (statistics.rounds, statistics.parked_rounds, statistics.tokens) == (3, 1, 7)
+    assert (statistics.rounds, statistics.undrafted_rounds, statistics.tokens) == (3, 1, 7)
     assert statistics.drafted == [2, 2, 1]
     assert statistics.accepted == [2, 2, 0]
     assert statistics.acceptance == [1.0, 1.0, 0.0]
@@ -41,12 +41,12 @@ def test_a_deeper_round_lengthens_the_lists_and_a_shallower_one_does_not() -> No
 
 def test_leaves_are_counted_beside_the_drafts_and_told_where_there_were_some() -> None:
     statistics = example()
-    statistics.count_round(drafted=2, accepted=1, emitted=3, leaves=2, accepted_leaves=1)
-    statistics.count_round(drafted=2, accepted=0, emitted=1, leaves=3)
-    assert (statistics.leaves, statistics.accepted_leaves) == (5, 1)
+    statistics.count_round(drafted=2, accepted=1, emitted=3, siblings=2, accepted_siblings=1)
+    statistics.count_round(drafted=2, accepted=0, emitted=1, siblings=3)
+    assert (statistics.sibling_drafts, statistics.accepted_sibling_drafts) == (5, 1)
     assert statistics.accepted == [3, 2, 0]
-    assert (statistics.as_dict()["leaves"], statistics.as_dict()["accepted_leaves"]) == (5, 1)
-    assert "Leaves: 1 of 5 stood" in str(statistics).splitlines()
+    assert (statistics.as_dict()["sibling_drafts"], statistics.as_dict()["accepted_sibling_drafts"]) == (5, 1)
+    assert "Sibling drafts accepted: 1 of 5" in str(statistics).splitlines()
 
 
 def test_shares_of_time_sum_to_one() -> None:

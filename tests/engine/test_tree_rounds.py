@@ -11,10 +11,10 @@ from ranked_drafter import RankedDrafter, Ranks
 from scripted_drafters import plain, run
 from tiny_models import tiny_target
 
-from mlx_spec.engine.engine import Engine, Request
-from mlx_spec.errors import NonFiniteError, RequestError
-from mlx_spec.engine.draft_policy import Costs
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.engine import Engine, Request
+from mlx_spec.engine.costs import Costs
+from mlx_spec.errors import NonFiniteError, RequestError
 from mlx_spec.target import Target
 
 PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
@@ -32,20 +32,28 @@ def text_of(sampling: Sampling) -> list[int]:
 
 
 def scripted(ranks: Ranks, sampling: Sampling = SAMPLERS[0], costs: Costs | None = None) -> Engine:
-    return Engine(target_of(), RankedDrafter(target_of(), text_of(sampling), ranks, taps=(1,)), costs)
+    return Engine(target_of(), RankedDrafter(target_of(), text_of(sampling), ranks, target_layer_ids=(1,)), costs)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"num_draft_tokens": 3, "num_leaves": 13}, "beside an anchor and 3 drafts a pass has 12 rows"),
-        ("llama", {"num_draft_tokens": 3, "num_leaves": -1}, "num_leaves is -1, but beside an anchor"),
-        ("llama", {"num_leaves": 2}, "needs a number of num_draft_tokens too, not None"),
-        ("llama", {"num_draft_tokens": "adaptive", "num_leaves": 2}, "too, not 'adaptive'"),
+        (
+            "llama",
+            {"num_draft_tokens": 3, "num_sibling_drafts": 13},
+            "beside an anchor and 3 drafts a pass has 12 rows",
+        ),
+        (
+            "llama",
+            {"num_draft_tokens": 3, "num_sibling_drafts": -1},
+            "num_sibling_drafts is -1, but beside an anchor",
+        ),
+        ("llama", {"num_sibling_drafts": 2}, "needs a number of num_draft_tokens too, not None"),
+        ("llama", {"num_draft_tokens": "adaptive", "num_sibling_drafts": 2}, "too, not 'adaptive'"),
         (
             "qwen3_5",
-            {"num_draft_tokens": 3, "num_leaves": 2},
-            "tiny qwen3_5 has recurrent layers, which step through rows in one order: leave num_leaves out",
+            {"num_draft_tokens": 3, "num_sibling_drafts": 2},
+            "tiny qwen3_5 has recurrent layers, which step through rows in one order: leave num_sibling_drafts out",
         ),
     ],
 )
@@ -59,20 +67,20 @@ def test_leaves_that_cannot_be_are_refused(family: str, changes: dict[str, Any],
 
 def test_no_leaves_and_plain_decoding_may_be_asked_for_anywhere() -> None:
     target = target_of("qwen3_5")
-    text = plain(target, Request(PROMPT, 10, num_leaves=3)).text
+    text = plain(target, Request(PROMPT, 10, num_sibling_drafts=3)).text
     engine = Engine(target, RankedDrafter(target, text, lambda *_: 0), Costs({1: 1.0}, {1: 0.1}))
-    for changes in ({"num_draft_tokens": 2, "num_leaves": 0}, {"num_leaves": 0}, {}):
+    for changes in ({"num_draft_tokens": 2, "num_sibling_drafts": 0}, {"num_sibling_drafts": 0}, {}):
         done = run(engine, Request(PROMPT, 10, **changes))
-        assert done.text == text and done.statistics.leaves == 0
+        assert done.text == text and done.statistics.sibling_drafts == 0
 
 
 def test_a_fork_may_have_leaves_of_its_own() -> None:
     engine = scripted(lambda proposal, index, position: int(index == 1))
     first = engine.start(Request(PROMPT, 30, 3))
-    second = engine.fork(first, num_leaves=3)
+    second = engine.fork(first, num_sibling_drafts=3)
     lengths = [len(engine.step(generation).tokens) for generation in (first, second)]
     assert lengths == [2, 3]
-    assert [generation.statistics.leaves for generation in (first, second)] == [0, 3]
+    assert [generation.statistics.sibling_drafts for generation in (first, second)] == [0, 3]
     for generation in (first, second):
         assert generation.tokens == text_of(SAMPLERS[0])[: len(generation.tokens)]
         engine.close(generation)
@@ -83,15 +91,15 @@ def test_a_fork_may_have_leaves_of_its_own() -> None:
 def test_measured_costs_decide_between_a_tree_and_a_chain(
     last_row: float, is_tree: bool, sampling: Sampling
 ) -> None:
-    """The next in line is right wherever the draft is not: leaves pay while rows cost nearly nothing."""
+    """The next in line is right wherever the draft is not: siblings pay while rows cost nearly nothing."""
     engine = scripted(lambda proposal, index, position: position % 3 // 2, sampling)
     engine.costs = Costs({1: 10.0, 8: 10.5 if is_tree else 40.0, 16: last_row}, {1: 1.0, 7: 9.0})
     done = run(engine, Request(PROMPT, 40, sampling=sampling))
     assert done.text == text_of(sampling)[: len(PROMPT) + 40]
-    assert (done.statistics.leaves > 0) == (done.statistics.accepted_leaves > 0) == is_tree
+    assert (done.statistics.sibling_drafts > 0) == (done.statistics.accepted_sibling_drafts > 0) == is_tree
     assert ("a tree with" in done.statistics.depth_reason) == is_tree
     assert done.statistics.tokens == done.statistics.rounds + sum(done.statistics.accepted) + (
-        done.statistics.accepted_leaves
+        done.statistics.accepted_sibling_drafts
     )
 
 
@@ -106,19 +114,19 @@ def nan_in_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("leaves", [0, 3])
+@pytest.mark.parametrize("siblings", [0, 3])
 def test_rows_that_do_not_stand_may_hold_nan(
-    sampling: Sampling, leaves: int, monkeypatch: pytest.MonkeyPatch
+    sampling: Sampling, siblings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain decoding never computes them. Drafts are right up to the second, whose place a leaf takes."""
+    """Plain decoding never computes them. Drafts are right up to the second, whose place a sibling takes."""
     engine = scripted(lambda proposal, index, position: int(index == 1), sampling)
-    path = [0, 1, 5] if leaves else [0, 1]
-    others = [row for row in range(4 + leaves) if row not in path]
-    generation = engine.start(Request(PROMPT, 30, 3, sampling, num_leaves=leaves))
+    path = [0, 1, 5] if siblings else [0, 1]
+    others = [row for row in range(4 + siblings) if row not in path]
+    generation = engine.start(Request(PROMPT, 30, 3, sampling, num_sibling_drafts=siblings))
     for row in path:
         with monkeypatch.context() as patch:
             nan_in_rows(patch, [*others, row])
-            with pytest.raises(NonFiniteError, match="The target logits at position 19 holds NaN or infinity"):
+            with pytest.raises(NonFiniteError, match="The target logits at position 19 hold NaN or infinity"):
                 engine.step(generation)
         assert generation.tokens == PROMPT
     nan_in_rows(monkeypatch, others)
@@ -128,7 +136,7 @@ def test_rows_that_do_not_stand_may_hold_nan(
 
 def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(lambda proposal, index, position: (position * position) % 3 % 2, SAMPLERS[1])
-    request = Request(PROMPT, 40, 3, SAMPLERS[1], num_leaves=5)
+    request = Request(PROMPT, 40, 3, SAMPLERS[1], num_sibling_drafts=5)
     # The constants of its shapes are made once.
     run(engine, request)
     generation = engine.start(request)
@@ -145,7 +153,7 @@ def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.Monke
         engine.step(generation)
         assert calls == rounds
     monkeypatch.undo()
-    assert generation.statistics.accepted_leaves > 0
+    assert generation.statistics.accepted_sibling_drafts > 0
     engine.close(generation)
 
 

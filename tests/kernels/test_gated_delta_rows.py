@@ -237,7 +237,7 @@ def test_a_layer_of_qwen3_5_equals_mlx_lm(implementation: str) -> None:
 
 @pytest.mark.parametrize("a", [-80.0, -17.0, -15.0, -1e-3, 0.0, 20.0, 80.0])
 def test_a_decay_near_one_keeps_its_distance(implementation: str, a: float) -> None:
-    """A row that adds nothing leaves the decay itself in the state, as exact as float32 can hold."""
+    """A row that adds nothing siblings the decay itself in the state, as exact as float32 can hold."""
     _, new = inputs(1, (1, 1, 32, 32))
     rows = DeltaRows(new.k, 0 * new.v, mx.array([[a]]), mx.array([[-200.0]]))
     gates = Gates(mx.log(mx.array([16.0])), mx.array([0.0]))

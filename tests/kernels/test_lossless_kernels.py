@@ -16,13 +16,13 @@ from tiny_models import tiny_target
 
 import mlx_spec.target.target
 from metal_kernels.launch import Kernel, Launcher, launching, noting_launches
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
-from mlx_spec.engine.engine import Engine, Request
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.engine import Engine, Request
 from mlx_spec.target import Target
 
 EMULATED = partial(launcher, check=False)
-# Prefilled by MLX's own operations; the text behind it leaves the windows of 24 and 40, and a page of 32.
+# Prefilled by MLX's own operations; the text behind it siblings the windows of 24 and 40, and a page of 32.
 PROMPT = [int(t) for t in np.random.default_rng(4).integers(0, 90, 52)]
 NEW_TOKENS, DRAFTED_TOKENS = 16, 8
 SAMPLERS = {
@@ -113,32 +113,32 @@ def test_branches_change_no_token(family: str, drafter_folder: Path, monkeypatch
 def test_leaves_change_no_token(
     family: str, bits: int | None, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three drafts and four leaves: passes of the 8 rows that all families share, in the graph of a device."""
+    """Three drafts and four siblings: passes of the 8 rows that all families share, in the graph of a device."""
     monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
     monkeypatch.setattr(mx, "compile", lambda graph: graph)
     target, expected = tiny_target(family, mx.bfloat16, bits), plain_text(family, bits, sampler)
     drafter = RankedDrafter(target, expected.text, lambda proposal, index, position: int(index == proposal % 3))
     with launching(EMULATED), noting_launches() as launched:
-        done = run(Engine(target, drafter), replace(request_of(sampler, 3), num_leaves=4))
+        done = run(Engine(target, drafter), replace(request_of(sampler, 3), num_sibling_drafts=4))
     assert done.text == expected.text
     assert [len(tokens) for tokens in done.rounds[:-1]] == [2 + n % 3 for n in range(1, len(done.rounds))]
-    assert done.statistics.accepted_leaves >= len(done.rounds) - 1
+    assert done.statistics.accepted_sibling_drafts >= len(done.rounds) - 1
     assert "attention_rows" in {kernel.name for kernel in launched}
 
 
 @pytest.mark.parametrize(("family", "bits"), TARGETS)
 def test_rows_of_a_pass_equal_one_row_at_a_time(family: str, bits: int | None) -> None:
-    target, taps = target_of(family, bits), [0, 2, 4]
+    target, aux_hidden_states = target_of(family, bits), [0, 2, 4]
     sequence = target.open()
     with launching(EMULATED):
         target.prefill(sequence, PROMPT)
         tokens = mx.array(PROMPT[:8], dtype=mx.int32)
-        block, alone = target.forward([(sequence, tokens)], taps), sequence.fork()
+        block, alone = target.forward([(sequence, tokens)], aux_hidden_states), sequence.fork()
         logits = target.logits(block.hidden)
         for row in range(8):
-            one = target.forward([(alone, tokens[row : row + 1])], taps)
+            one = target.forward([(alone, tokens[row : row + 1])], aux_hidden_states)
             assert mx.array_equal(block.hidden[row], one.hidden[0]), row
-            assert mx.array_equal(block.taps[row], one.taps[0]), row
+            assert mx.array_equal(block.aux_hidden_states[row], one.aux_hidden_states[0]), row
             assert mx.array_equal(block.kv[row], one.kv[0]), row
             assert mx.array_equal(logits[row], target.logits(one.hidden)[0]), row
             target.commit(alone, one)

@@ -8,12 +8,18 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+from pretended_device import set_on_cpu
 from tiny_drafters import dflash2_config, random_tensors
 from tiny_folders import TOKENS, write_dflash2, write_model
 
-from mlx_spec import generate, load, models
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec import generate, load
+from mlx_spec.checkpoints import hub
+from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
 from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.loading import weights
+from mlx_spec.loading.drafter import drafter_name, load_drafter
 from mlx_spec.target.families import FAMILIES
 
 
@@ -77,7 +83,7 @@ def test_a_drafter_folder_comes_with_measured_costs(
     engine, _ = load(str(target_folder), str(drafter_folder))
     assert engine.drafter is not None and engine.drafter.max_draft == 7
     assert engine.costs is not None and engine.costs.verify_ms(8) > 0
-    assert (tmp_path / "cache" / "costs.json").exists()
+    assert (tmp_path / "cache" / "machine.json").exists()
     assert engine.target.pool.pages_in_use == 0
 
 
@@ -92,25 +98,25 @@ def test_a_drafter_folder_comes_with_measured_costs(
     ],
 )
 def test_which_drafter_a_model_gets(model: str, drafter: str | None, expected: str | None) -> None:
-    assert models.drafter_name(model, drafter) == expected
+    assert drafter_name(model, drafter, DrafterSource(Path("nowhere"), model, {}, {})) == expected
 
 
 @pytest.mark.parametrize("is_cpu, expected", [(True, "eagle"), (False, "dflash2")])
 def test_the_demo_drafts_with_what_is_fastest(
     is_cpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "on_cpu", lambda: is_cpu)
-    assert models.drafter_name("demo", "auto") == expected
+    set_on_cpu(monkeypatch, lambda: is_cpu)
+    assert drafter_name("demo", "auto", DrafterSource(Path("nowhere"), "demo", {}, {})) == expected
 
 
 def test_the_home_folder_may_be_a_tilde(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(target_folder.parent))
-    assert models.resolve("~/llama") == target_folder
+    assert hub.resolve("~/llama") == target_folder
     assert load("~/llama")[0].target.name == "~/llama"
 
 
 def test_max_kv_size_bounds_the_pool(target_folder: Path) -> None:
-    assert load(str(target_folder), max_kv_size=70)[0].target.pool.max_pages == 3
+    assert load(str(target_folder), max_cached_tokens=70)[0].target.pool.max_pages == 3
 
 
 def test_tokenizer_config_reaches_the_tokenizer(target_folder: Path) -> None:
@@ -125,7 +131,7 @@ def test_an_unsupported_model_is_refused_before_weights_are_read(
     folder = copied(
         target_folder, tmp_path / "m", config__json=json.dumps({**config, "model_type": "mamba"}).encode()
     )
-    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("mlx_spec.loading.load.load_model", lambda *_, **__: pytest.fail("weights were read"))
     message = refusal(UnsupportedModel, str(folder))
     assert "'mamba'" in message
     assert all(family in message for family in FAMILIES)
@@ -196,7 +202,7 @@ def test_names_that_are_neither_folder_nor_repo(
 ) -> None:
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
-    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
     message = refusal(DownloadError, name)
     assert message == f"{name!r} is neither a folder nor a Hugging Face repo (owner/name)."
 
@@ -213,7 +219,7 @@ def test_a_repo_is_fetched(target_folder: Path, drafter_folder: Path, monkeypatc
         asked[name] = allow_patterns
         return str(folders[name])
 
-    monkeypatch.setattr(models, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     engine, _ = load("owner/target", "owner/drafter")
     assert engine.target.name == "owner/target"
     assert engine.drafter is not None
@@ -230,7 +236,7 @@ def test_a_repo_that_cannot_be_fetched(
         raise OSError(text)
 
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(models, "snapshot_download", fail)
+    monkeypatch.setattr(hub, "snapshot_download", fail)
     message = refusal(DownloadError, "owner/name")
     assert message.startswith("owner/name ") and message.endswith(reason)
     assert ("HF_HUB_OFFLINE" in message) == bool(offline)
@@ -239,11 +245,11 @@ def test_a_repo_that_cannot_be_fetched(
 def test_quantized_weights_are_unpacked_on_the_cpu(
     quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "on_cpu", lambda: True)
+    set_on_cpu(monkeypatch, lambda: True)
     model = load(str(quantized_folder))[0].target.model
     assert {w.dtype for w in parameters(model).values()} == {mx.bfloat16}
     # Against mlx-lm's own weights, unpacked by hand.
-    packed = parameters(models.load_model(quantized_folder)[0])
+    packed = parameters(load_model(quantized_folder)[0])
     name = "model.layers.1.mlp.up_proj"
     weight = mx.dequantize(*(packed[f"{name}.{part}"] for part in ("weight", "scales", "biases")), 32, 4)
     assert mx.array_equal(model.model.layers[1].mlp.up_proj.weight, weight.astype(mx.bfloat16))
@@ -252,24 +258,24 @@ def test_quantized_weights_are_unpacked_on_the_cpu(
 def test_quantized_weights_stay_packed_where_memory_is_short(
     quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "on_cpu", lambda: True)
-    monkeypatch.setattr(models, "memory_bytes", lambda: 1000)
+    set_on_cpu(monkeypatch, lambda: True)
+    monkeypatch.setattr(weights, "memory_bytes", lambda: 1000)
     engine, tokenizer = load(str(quantized_folder))
     assert mx.uint32 in {w.dtype for w in parameters(engine.target.model).values()}
     assert generate(engine, tokenizer, "hello", max_tokens=4)
 
 
 def test_quantized_weights_stay_packed_on_a_gpu(quantized_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "on_cpu", lambda: False)
-    weights = parameters(load(str(quantized_folder))[0].target.model)
-    assert mx.uint32 in {w.dtype for w in weights.values()}
+    set_on_cpu(monkeypatch, lambda: False)
+    kept = parameters(load(str(quantized_folder))[0].target.model)
+    assert mx.uint32 in {w.dtype for w in kept.values()}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_size_of_unpacked_weights_does_not_depend_on_their_bits(bits: int) -> None:
     layer = nn.QuantizedLinear(256, 64, bias=False, group_size=32, bits=bits)
-    assert models.unpacked_bytes(layer) == 2 * 256 * 64
-    assert models.unpacked_bytes(nn.Linear(256, 64)) == 0
+    assert weights.dequantized_bytes(layer) == 2 * 256 * 64
+    assert weights.dequantized_bytes(nn.Linear(256, 64)) == 0
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32, mx.bfloat16])
@@ -353,15 +359,15 @@ def quantized_drafter(folder: Path) -> Path:
     return folder
 
 
-def test_a_quantized_drafter(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_drafter(target_folder: Path, tmp_path: Path) -> None:
     folder = quantized_drafter(tmp_path / "d")
     target = load(str(target_folder))[0].target
-    unpacked, packed = (load_dflash2(folder, target, "d", unpack=unpack) for unpack in (True, False))
+    unpacked, packed = (load_dflash2(folder, target, "d", dequantize=unpack) for unpack in (True, False))
     assert mx.uint32 in {w.dtype for w in parameters(packed.model).values()}
     assert mx.uint32 not in {w.dtype for w in parameters(unpacked.model).values()}
+    source = DrafterSource(target_folder, "target", {}, {})
     for on_cpu in (True, False):
-        monkeypatch.setattr(models, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
-        drafter: Any = models.load_drafter(str(folder), target)
+        drafter: Any = load_drafter(str(folder), target, source, DrafterOptions(on_cpu=on_cpu)).drafter
         assert (mx.uint32 in {w.dtype for w in parameters(drafter.model).values()}) != on_cpu
 
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from pretended_device import set_on_cpu
 from tiny_eagles import eagle_config, eagle_tensors, midlayer, vocabulary, write_eagle
 from tiny_folders import TOKENS, write_dflash2, write_model
 from tiny_heads import head_tensors, write_head
 
-from mlx_spec import generate, load, models
-from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.engine.engine import Engine
-from mlx_spec.errors import DownloadError, DrafterMismatch, RequestError
+from mlx_spec import generate, load
+from mlx_spec.checkpoints import hub
 from mlx_spec.cli.generate import main
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.engine import Engine
+from mlx_spec.errors import DownloadError, DrafterMismatch, RequestError
 
 CONFIG = eagle_config(vocab_size=len(TOKENS))
 
@@ -44,7 +46,7 @@ def drafter_of(engine: Engine) -> ChainDrafter:
 def test_a_folder_is_known_by_its_config(model: Path, head: Path) -> None:
     engine, tokenizer = load(str(model), str(head))
     assert drafter_of(engine).name == "eagle"
-    assert drafter_of(engine).taps == (1, 1, 0)
+    assert drafter_of(engine).aux_hidden_states == (1, 1, 0)
     assert engine.costs is not None and engine.costs.draft_ms(7) > 0
     plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
     for count in (1, 4, "adaptive", None):
@@ -66,8 +68,8 @@ def test_the_command_takes_one(model: Path, head: Path, capsys: pytest.CaptureFi
 
 
 def bits_of(engine: Engine) -> int | None:
-    packing = drafter_of(engine).rows.attention.output.packing
-    return None if packing is None else packing.bits
+    quantization = drafter_of(engine).forward.attention.output.quantization
+    return None if quantization is None else quantization.bits
 
 
 def test_a_head_is_quantised_to_four_bits_on_a_gpu_unless_told_otherwise(
@@ -78,11 +80,11 @@ def test_a_head_is_quantised_to_four_bits_on_a_gpu_unless_told_otherwise(
     head = write_eagle(tmp_path, config, eagle_tensors(config, dtype=mx.bfloat16))
 
     def rounded(bits: int | None) -> mx.array:
-        return drafter_of(load(str(model), str(head), draft_bits=bits)[0]).rows.attention.output.weight
+        return drafter_of(load(str(model), str(head), draft_bits=bits)[0]).forward.attention.output.weight
 
     assert mx.array_equal(rounded(None), rounded(16))
     assert rounded(4).dtype == mx.bfloat16 and not mx.array_equal(rounded(4), rounded(16))
-    monkeypatch.setattr(models, "on_cpu", lambda: False)
+    set_on_cpu(monkeypatch, lambda: False)
     for bits, expected in ((None, 4), (8, 8), (16, None)):
         assert bits_of(load(str(model), str(head), draft_bits=bits)[0]) == expected
 
@@ -97,14 +99,14 @@ def test_draft_bits_are_for_heads(tmp_path: Path, model: Path, monkeypatch: pyte
     )
     with pytest.raises(RequestError, match="draft_bits is for MTP and EAGLE heads"):
         load(str(model), str(write_dflash2(tmp_path / "dflash")), draft_bits=4)
-    monkeypatch.setattr(models, "on_cpu", lambda: False)
+    set_on_cpu(monkeypatch, lambda: False)
     assert bits_of(load(str(qwen), str(mtp))[0]) is None
     assert bits_of(load(str(qwen), str(mtp), draft_bits=5)[0]) == 5
 
 
 def write_torch(folder: Path) -> Path:
     """A head as torch saved it, for a model of 96 tokens."""
-    shutil.copytree(Path(__file__).parent / "oracles" / "speculators" / "torch_bin", folder)
+    shutil.copytree(Path(__file__).parent.parent / "oracles" / "speculators" / "torch_bin", folder)
     return folder
 
 
@@ -117,7 +119,7 @@ def test_of_a_repo_without_safetensors_the_files_that_torch_wrote_are_fetched(
         asked.append("pytorch_model*.bin" in allow_patterns)
         return str(folder)
 
-    monkeypatch.setattr(models, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     model = write_model(tmp_path / "model", "llama")
     with pytest.raises(DrafterMismatch, match=f"vocabulary size 96; target .* has {len(TOKENS)}"):
         load(str(model), "owner/eagle")
@@ -131,7 +133,7 @@ def test_safetensors_are_fetched_alone(head: Path, model: Path, monkeypatch: pyt
         asked.append("pytorch_model*.bin" in allow_patterns)
         return str(head)
 
-    monkeypatch.setattr(models, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     assert drafter_of(load(str(model), "owner/eagle")[0])
     assert asked == [False, False]
 
@@ -144,7 +146,7 @@ def test_a_head_with_an_index_is_no_model_without_a_head(
     folder = write_eagle(tmp_path, CONFIG, tensors)
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: str(folder))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(folder))
     assert drafter_of(load(str(model), "owner/eagle")[0]).name == "eagle"
 
 
@@ -161,7 +163,7 @@ def test_a_repo_that_there_is_not(model: Path, monkeypatch: pytest.MonkeyPatch) 
     def snapshot(name: str, allow_patterns: list[str]) -> str:
         raise OSError("404 Client Error")
 
-    monkeypatch.setattr(models, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     with pytest.raises(DownloadError, match="owner/eagle"):
         load(str(model), "owner/eagle")
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from pretended_device import set_on_cpu
 from tiny_folders import folder_config, write_dflash2, write_model
 from tiny_heads import Tensors, head_tensors, renamed, write_head, zero_centred
 
-from mlx_spec import generate, load, models
-from mlx_spec.loading.draft_vocabulary import frequent_tokens
+from mlx_spec import generate, load
+from mlx_spec.checkpoints import hub
+from mlx_spec.cli import extract_mtp
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.engine.engine import Engine
+from mlx_spec.engine import Engine
 from mlx_spec.errors import DrafterMismatch, ModelError, RequestError
-from tools import extract_mtp
+from mlx_spec.loading import drafter as loading_drafter
+from mlx_spec.loading.draft_vocabulary import frequent_tokens
 
 CONFIG = folder_config("qwen3")
 
@@ -53,7 +56,7 @@ def drafter_of(engine: Engine) -> ChainDrafter:
 @pytest.mark.parametrize("drafter", ["auto", "mtp"])
 def test_a_model_drafts_with_the_head_that_it_ships(drafter: str, with_head: Path) -> None:
     engine, tokenizer = load(str(with_head), drafter)
-    assert drafter_of(engine).taps == (4,)
+    assert drafter_of(engine).aux_hidden_states == (4,)
     assert engine.costs is not None and engine.costs.draft_ms(7) > 0
     plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
     for count in (1, 4, "adaptive", None):
@@ -68,8 +71,8 @@ def test_a_model_without_a_head(model: Path) -> None:
 
 
 def test_the_demo_names_its_own_head(monkeypatch: pytest.MonkeyPatch, model: Path, sidecar: Path) -> None:
-    monkeypatch.setattr(models, "demo_model_folder", lambda progress: model)
-    monkeypatch.setitem(models.DRAFTERS, "mtp", sidecar)
+    monkeypatch.setattr(hub, "demo_model_folder", lambda progress: model)
+    monkeypatch.setitem(loading_drafter.DRAFTERS, "mtp", sidecar)
     assert drafter_of(load("demo", "mtp")[0]).max_draft == 7
 
 
@@ -77,7 +80,7 @@ def test_the_demo_names_its_own_head(monkeypatch: pytest.MonkeyPatch, model: Pat
 def test_heads_of_their_own(form: str, model: Path, sidecar: Path, tmp_path: Path) -> None:
     bare = write_head(tmp_path / "bare", None, head())
     place = {"folder": sidecar, "file": sidecar / "model.safetensors", "folder without config": bare}[form]
-    assert mx.array_equal(drafter_of(load(str(model), str(place))[0]).rows.fc.weight, head()["fc.weight"])
+    assert mx.array_equal(drafter_of(load(str(model), str(place))[0]).forward.fc.weight, head()["fc.weight"])
 
 
 def write_original(folder: Path) -> Path:
@@ -100,9 +103,9 @@ def test_of_a_repo_only_the_files_with_the_head_are_fetched(
         asked.append(allow_patterns)
         return str(folder)
 
-    monkeypatch.setattr(models, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     engine, _ = load(str(model), "owner/original")
-    assert drafter_of(engine).rows.attention.gated is False
+    assert drafter_of(engine).forward.attention.gated is False
     files = ["config.json", "model.safetensors.index.json"]
     assert asked == [files, [*files, "model-00002-of-2.safetensors"]]
 
@@ -114,7 +117,7 @@ def test_a_repo_of_a_whole_model_without_a_head_is_not_fetched(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     asked = []
-    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: asked.append(0) or str(tmp_path))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: asked.append(0) or str(tmp_path))
     with pytest.raises(DrafterMismatch, match="owner/model holds no MTP weights"):
         load(str(model), "owner/model")
     assert len(asked) == 1
@@ -127,7 +130,7 @@ def test_a_block_drafter_with_an_index_is_fetched_whole(
     names = ["fc.weight", "lm_head.weight", "model.embed_tokens.weight"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: str(folder))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(folder))
     drafter = load(str(model), "owner/dflash")[0].drafter
     assert drafter is not None and drafter.name == "dflash2"
 
@@ -135,12 +138,12 @@ def test_a_block_drafter_with_an_index_is_fetched_whole(
 def test_repos_with_a_bare_index_or_none_are_fetched_whole(
     model: Path, sidecar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: str(sidecar))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(sidecar))
     assert drafter_of(load(str(model), "owner/sidecar")[0])
     indexed = write_head(tmp_path, {"model_type": "qwen3_5_mtp", "text_config": CONFIG}, head())
     index = {"weight_map": dict.fromkeys(head(), "model.safetensors")}
     (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr(models, "snapshot_download", lambda name, allow_patterns: str(indexed))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: str(indexed))
     assert drafter_of(load(str(model), "owner/sidecar")[0])
 
 
@@ -149,10 +152,10 @@ def test_a_head_is_quantised_like_its_model_on_a_gpu(
 ) -> None:
     """And not on a CPU, where the model is unpacked."""
     quantised = str(write_model(tmp_path / "4bit", "qwen3", bits=4))
-    assert drafter_of(load(quantised, str(sidecar))[0]).rows.fc.packing is None
-    monkeypatch.setattr(models, "on_cpu", lambda: False)
-    packing = drafter_of(load(quantised, str(sidecar))[0]).rows.fc.packing
-    assert packing is not None and (packing.bits, packing.group_size) == (4, 32)
+    assert drafter_of(load(quantised, str(sidecar))[0]).forward.fc.quantization is None
+    set_on_cpu(monkeypatch, lambda: False)
+    quantization = drafter_of(load(quantised, str(sidecar))[0]).forward.fc.quantization
+    assert quantization is not None and (quantization.bits, quantization.group_size) == (4, 32)
 
 
 def test_a_trimmed_draft_vocabulary(model: Path, sidecar: Path, tmp_path: Path) -> None:
@@ -196,7 +199,7 @@ def test_an_extracted_head_drafts_as_the_original(
     assert json.loads(capsys.readouterr().out)["family"] == "Qwen3.5"
     written = mx.load(str(out / "model.safetensors"))
     assert ("fc.scales" in written) == bool(bits)
-    first, second = (drafter_of(load(str(model), str(place))[0]).rows for place in (original, out))
+    first, second = (drafter_of(load(str(model), str(place))[0]).forward for place in (original, out))
     assert mx.array_equal(first.norm.weight, second.norm.weight)
     assert mx.allclose(first.fc.weight, second.fc.weight, atol=0.1 if bits else 0)
 

@@ -12,9 +12,10 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
 import mlx_spec.measure.costs
+from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.engine.costs import Costs
 from mlx_spec.measure.costs import RUNS, cost_key, fastest, measure, measured_costs
-from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter, load_dflash2
-from mlx_spec.engine.draft_policy import Costs
 from mlx_spec.target import Target
 
 FAKE = Costs({1: 1.5, 8: 2.5}, {1: 0.5, 7: 0.75}, {1: 0.0, 7: 0.25})
@@ -36,7 +37,7 @@ def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> DFlash2
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache file, which does not exist yet."""
     monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "not yet"))
-    return tmp_path / "not yet" / "costs.json"
+    return tmp_path / "not yet" / "machine.json"
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_moment_in_which_the_machine_is_busy_spoils_no_pass(monkeypatch: pytes
 
 
 def test_a_pool_of_one_page_is_enough(drafter: DFlash2Drafter) -> None:
-    target = tiny_target("llama", max_kv_size=32)
+    target = tiny_target("llama", max_cached_tokens=32)
     assert 8 in measure(target, drafter).verify
     assert target.pool.pages_in_use == 0
 
@@ -106,7 +107,7 @@ def test_the_second_call_reads_what_the_first_measured(
 ) -> None:
     first = measured_costs(target, drafter, "some/drafter")
     assert cache.exists()
-    assert [path.name for path in cache.parent.iterdir()] == ["costs.json"]
+    assert [path.name for path in cache.parent.iterdir()] == ["machine.json"]
     second = measured_costs(target, drafter, "some/drafter")
     assert len(measurements) == 1
     assert first == second == FAKE

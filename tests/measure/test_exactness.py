@@ -18,12 +18,12 @@ import mlx_spec.measure.exactness
 from metal_kernels.implementations import VARIABLE, implementation, using
 from metal_kernels.launch import Kernel, Launcher, launching
 from mlx_spec import generate, load, stream_generate
-from mlx_spec.measure.costs import model_key
-from mlx_spec.engine.engine import Engine, Request
-from mlx_spec.errors import ModelError
-from mlx_spec.measure.exactness import OFF, checked_exactness
 from mlx_spec.cli.generate import main
+from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import NOT_CHECKED, Exactness
+from mlx_spec.errors import ModelError
+from mlx_spec.measure import store
+from mlx_spec.measure.exactness import OFF, checked_exactness
 from mlx_spec.target import Target
 
 EMULATED = partial(launcher, check=False)
@@ -35,7 +35,7 @@ PROMPT = [int(t) for t in np.random.default_rng(9).integers(0, 90, 20)]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache file, which does not exist yet."""
     monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "costs.json"
+    return tmp_path / "cache" / "machine.json"
 
 
 @pytest.fixture
@@ -145,14 +145,14 @@ def test_a_damaged_entry_is_checked_again(
 
 
 def test_the_key_names_what_runs(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [model_key(target)]
+    keys = [store.key(target)]
     with using("reference"):
-        keys.append(model_key(target))
+        keys.append(store.key(target))
     with launching(EMULATED):
-        keys.append(model_key(target))
-    keys.append(model_key(target, "more"))
+        keys.append(store.key(target))
+    keys.append(store.key(target, "more"))
     monkeypatch.setattr(mlx_spec.measure.costs, "code_digest", lambda: "another")
-    keys.append(model_key(target))
+    keys.append(store.key(target))
     assert len(set(keys)) == len(keys)
 
 

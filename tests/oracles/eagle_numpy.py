@@ -40,12 +40,12 @@ class EagleOracle:
             config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
 
-    def chain(self, taps: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
-        """Draft greedily behind n rows of the target's hidden states and the tokens behind them.
+    def chain(self, aux_hidden_states: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
+        """Draft greedily behind n rows of the target's hidden states and the tokens after them.
 
         Returns tokens and logits [count, N].
         """
-        hidden, tokens, logits = list(self.features(taps)), list(tokens), []
+        hidden, tokens, logits = list(self.features(aux_hidden_states)), list(tokens), []
         for _ in range(count):
             scored, following = self.rows(np.array(hidden), self.embedding[tokens])
             logits.append(self.head @ scored[-1])
@@ -53,18 +53,20 @@ class EagleOracle:
             tokens.append(self.ids[int(np.argmax(logits[-1]))])
         return tokens[-count:], np.array(logits)
 
-    def features(self, taps: Array) -> Array:
+    def features(self, aux_hidden_states: Array) -> Array:
         """EAGLE-3's fusion of several hidden states; EAGLE-1 takes one as it is."""
-        taps = taps.astype(np.float64)
+        aux_hidden_states = aux_hidden_states.astype(np.float64)
         if not self.third:
-            return taps
+            return aux_hidden_states
         if "input_norm.weight" in self.w:
-            taps = self.norm(taps, "input_norm")
+            aux_hidden_states = self.norm(aux_hidden_states, "input_norm")
         if "fc_norm.0.weight" in self.w:
             count = sum(name.startswith("fc_norm.") for name in self.w)
-            parts = np.split(taps, count, axis=-1)
-            taps = np.concatenate([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], axis=-1)
-        return self.linear(taps, "fc") if "fc.weight" in self.w else taps
+            parts = np.split(aux_hidden_states, count, axis=-1)
+            aux_hidden_states = np.concatenate(
+                [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], axis=-1
+            )
+        return self.linear(aux_hidden_states, "fc") if "fc.weight" in self.w else aux_hidden_states
 
     def rows(self, hidden: Array, embedded: Array) -> tuple[Array, Array]:
         """Return what the output head reads and what the next row of a chain reads, both [n, H], of all rows."""

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_target
 
 from mlx_spec.errors import ContextFull, PositionError
-from mlx_spec.target.pages import PAGE_SLOTS, PagePool, Sequence, rooms
+from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, reserve_positions
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 4
 PREFIX = [int(t) for t in np.random.default_rng(0).integers(0, 96, 45)]
@@ -23,7 +23,7 @@ def some_rows(count: int, seed: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def contents(sequence: Sequence) -> np.ndarray:
+def contents(sequence: CachedSequence) -> np.ndarray:
     """Read a sequence back by position: [length, layers, 2, KV, D]."""
     data = np.array(sequence.pool.data.astype(mx.float32))
     slots = [data[sequence.pages[p // PAGE_SLOTS], :, :, p % PAGE_SLOTS] for p in range(sequence.length)]
@@ -36,7 +36,7 @@ def test_page_bytes_counts_keys_and_values_of_all_layers() -> None:
 
 
 def test_rows_come_back_in_the_order_of_their_positions() -> None:
-    sequence, rows = Sequence(make_pool()), some_rows(77, 1)
+    sequence, rows = CachedSequence(make_pool()), some_rows(77, 1)
     for start, stop in ((0, 1), (1, 31), (31, 33), (33, 64), (64, 77)):
         sequence.append(rows[start:stop])
     assert (sequence.length, len(sequence.pages)) == (77, 3)
@@ -45,7 +45,7 @@ def test_rows_come_back_in_the_order_of_their_positions() -> None:
 
 def test_four_forks_hold_the_prefix_once() -> None:
     pool = make_pool()
-    prefix = Sequence(pool)
+    prefix = CachedSequence(pool)
     prefix.append(some_rows(2 * PAGE_SLOTS + 5, 1))
     forks = [prefix.fork() for _ in range(3)]
     assert pool.pages_in_use == 3
@@ -56,7 +56,7 @@ def test_four_forks_hold_the_prefix_once() -> None:
 
 def test_a_shared_partial_page_is_copied_when_it_is_written() -> None:
     pool, rows = make_pool(), some_rows(PAGE_SLOTS + 5, 1)
-    prefix = Sequence(pool)
+    prefix = CachedSequence(pool)
     prefix.append(rows)
     forks = [prefix.fork() for _ in range(3)]
     full_page, partial_page = prefix.pages
@@ -75,7 +75,7 @@ def test_a_shared_partial_page_is_copied_when_it_is_written() -> None:
 
 def test_a_shared_full_page_is_never_copied() -> None:
     pool = make_pool()
-    prefix = Sequence(pool)
+    prefix = CachedSequence(pool)
     prefix.append(some_rows(PAGE_SLOTS, 1))
     fork = prefix.fork()
     fork.append(some_rows(1, 2))
@@ -88,7 +88,7 @@ def test_a_shared_full_page_is_never_copied() -> None:
 @pytest.mark.parametrize("position", [0, 1, 31, 32, 33, 64, 69, 70])
 def test_rewind_then_append_equals_having_appended_only_that(position: int) -> None:
     pool, rows, more = make_pool(), some_rows(70, 1), some_rows(40, 2)
-    sequence = Sequence(pool)
+    sequence = CachedSequence(pool)
     sequence.append(rows)
     other = sequence.fork()
     sequence.rewind(position)
@@ -101,7 +101,7 @@ def test_rewind_then_append_equals_having_appended_only_that(position: int) -> N
 
 @pytest.mark.parametrize("position", [-1, 11, 400])
 def test_rewind_to_a_position_that_is_not_cached_is_refused(position: int) -> None:
-    sequence = Sequence(make_pool())
+    sequence = CachedSequence(make_pool())
     sequence.append(some_rows(10, 1))
     with pytest.raises(PositionError, match=f"position {position}: the sequence holds 10"):
         sequence.rewind(position)
@@ -110,7 +110,7 @@ def test_rewind_to_a_position_that_is_not_cached_is_refused(position: int) -> No
 
 def test_free_returns_every_page_once_its_last_owner_is_gone() -> None:
     pool = make_pool()
-    one = Sequence(pool)
+    one = CachedSequence(pool)
     one.append(some_rows(70, 1))
     two = one.fork()
     two.append(some_rows(40, 2))
@@ -127,12 +127,12 @@ def test_free_returns_every_page_once_its_last_owner_is_gone() -> None:
 
 def test_running_out_names_both_numbers_and_changes_nothing() -> None:
     pool = make_pool(max_pages=4)
-    one = Sequence(pool)
+    one = CachedSequence(pool)
     one.append(some_rows(40, 1))
     two = one.fork()
     owners, before = list(pool._owners), contents(one)
     # The copy of the shared partial page counts: 57 more rows need pages 2 and 3 and a copy of page 1.
-    with pytest.raises(ContextFull, match="57 more tokens behind position 40 need 3 KV pages, 2 of 4 are free"):
+    with pytest.raises(ContextFull, match="57 more tokens after position 40 need 3 KV pages, 2 of 4 are free"):
         two.append(some_rows(57, 2))
     assert (two.length, two.pages, pool._owners) == (40, one.pages, owners)
     np.testing.assert_array_equal(contents(one), before)
@@ -153,7 +153,7 @@ def test_allocating_beyond_the_limit_is_refused() -> None:
 
 def test_growth_doubles_up_to_the_limit_and_keeps_contents() -> None:
     pool, rows = make_pool(max_pages=20), some_rows(20 * PAGE_SLOTS, 1)
-    sequence, sizes = Sequence(pool), []
+    sequence, sizes = CachedSequence(pool), []
     for page in range(20):
         sequence.append(rows[page * PAGE_SLOTS : (page + 1) * PAGE_SLOTS])
         sizes.append(pool.data.shape[0])
@@ -164,7 +164,7 @@ def test_growth_doubles_up_to_the_limit_and_keeps_contents() -> None:
 def test_random_histories_equal_plain_lists() -> None:
     """Forks, appends, rewinds and frees in random order, beside a list of rows for each sequence."""
     rng, pool = np.random.default_rng(3), make_pool(max_pages=16)
-    sequences: list[tuple[Sequence, np.ndarray]] = [(Sequence(pool), np.array(some_rows(0, 0)))]
+    sequences: list[tuple[CachedSequence, np.ndarray]] = [(CachedSequence(pool), np.array(some_rows(0, 0)))]
     refused = 0
     for step in range(150):
         index = int(rng.integers(len(sequences)))
@@ -209,7 +209,7 @@ def test_forks_of_a_target_decode_like_unshared_sequences() -> None:
         tokens = [mx.array([int(drawn[i, step])]) for i in range(4)]
         rows = target.forward(list(zip(forks, tokens, strict=True)))
         for i, fork in enumerate(forks):
-            part = rows.rows(i, 1)
+            part = rows.prefix(i, 1)
             expected = alone_target.forward([(alone[i], tokens[i])])
             assert mx.array_equal(part.hidden, expected.hidden), (step, i)
             assert mx.array_equal(part.kv, expected.kv), (step, i)
@@ -225,14 +225,14 @@ def test_sequences_have_room_for_what_they_are_told_and_the_pool_for_no_more(see
     """Sequences with shared and own pages, in pools that are nearly full."""
     random = np.random.default_rng(seed)
     pool = make_pool(max_pages=int(random.integers(3, 9)))
-    sequences = [Sequence(pool)]
+    sequences = [CachedSequence(pool)]
     sequences[0].append(some_rows(int(random.integers(1, 64)), seed))
     for _ in range(3):
         fork = sequences[int(random.integers(0, len(sequences)))].fork()
         with suppress(ContextFull):
             fork.append(some_rows(int(random.integers(1, 20)), seed))
         sequences.append(fork)
-    found = rooms(sequences, 16)
+    found = reserve_positions(sequences, 16)
     for sequence, room in zip(sequences, found, strict=True):
         if room:
             sequence.append(some_rows(room, seed))
@@ -243,4 +243,4 @@ def test_sequences_have_room_for_what_they_are_told_and_the_pool_for_no_more(see
 
 
 def test_no_sequences_have_no_room() -> None:
-    assert rooms([], 16) == []
+    assert reserve_positions([], 16) == []

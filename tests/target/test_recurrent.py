@@ -13,11 +13,12 @@ from emulator import launcher
 from tiny_models import HYBRIDS, tiny_target
 
 import mlx_spec.target.target
+from metal_kernels import MAX_CHUNK_ROWS
 from metal_kernels.implementations import using
 from metal_kernels.launch import launching, noting_launches
 from mlx_spec.errors import PositionError
-from mlx_spec.target import Pass, Sequence, Target
-from mlx_spec.target.recurrent import PIECE_ROWS, pieces_of
+from mlx_spec.target import CachedSequence, Pass, Target
+from mlx_spec.target.batch_layout import chunks_of
 
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(0, 90, 240)]
 PROMPT = 45
@@ -28,23 +29,23 @@ hybrids = pytest.mark.parametrize("family", HYBRIDS)
 @cache
 def target_of(family: str) -> Target:
     # Room for the sequences of all tests, which nobody frees.
-    return tiny_target(family, max_kv_size=30000)
+    return tiny_target(family, max_cached_tokens=30000)
 
 
-def advance(target: Target, sequence: Sequence, tokens: list[int], accepted: int | None = None) -> Pass:
+def advance(target: Target, sequence: CachedSequence, tokens: list[int], accepted: int | None = None) -> Pass:
     """Run rows and commit the first ``accepted`` of them, or all."""
     rows = target.forward([(sequence, mx.array(tokens))])
-    target.commit(sequence, rows.rows(0, len(tokens) if accepted is None else accepted))
+    target.commit(sequence, rows.prefix(0, len(tokens) if accepted is None else accepted))
     return rows
 
 
-def opened(target: Target, tokens: list[int], **options: int) -> Sequence:
+def opened(target: Target, tokens: list[int], **options: int) -> CachedSequence:
     sequence = target.open()
     target.prefill(sequence, tokens, **options)
     return sequence
 
 
-def one_by_one(target: Target, tokens: list[int]) -> Sequence:
+def one_by_one(target: Target, tokens: list[int]) -> CachedSequence:
     """Prefill the prompt, then step row by row."""
     sequence = opened(target, tokens[:PROMPT])
     for token in tokens[PROMPT:]:
@@ -52,14 +53,14 @@ def one_by_one(target: Target, tokens: list[int]) -> Sequence:
     return sequence
 
 
-def probe(target: Target, sequence: Sequence) -> list[mx.array]:
+def probe(target: Target, sequence: CachedSequence) -> list[mx.array]:
     """Run two rows behind a sequence: what they give, and the states that they start from."""
     rows = target.forward([(sequence, mx.array([7, 8]))])
     states = [array for held in rows.recurrent[0].layers for array in (held.state, held.conv_state)]
     return [rows.hidden, rows.kv, *states]
 
 
-def assert_alike(target: Target, one: Sequence, other: Sequence) -> None:
+def assert_alike(target: Target, one: CachedSequence, other: CachedSequence) -> None:
     assert one.length == other.length
     for a, b in zip(probe(target, one), probe(target, other), strict=True):
         assert a.shape == b.shape and mx.array_equal(a, b)
@@ -73,7 +74,7 @@ def test_every_number_of_accepted_rows_gives_the_state_of_rows_one_by_one(family
     block = target.forward([(start, mx.array(TOKENS[PROMPT : PROMPT + 16]))])
     for count in range(17):
         committed, rewound = start.fork(), start.fork()
-        target.commit(committed, block.rows(0, count))
+        target.commit(committed, block.prefix(0, count))
         target.commit(rewound, block)
         rewound.rewind(PROMPT + count)
         assert_alike(target, committed, stepped)
@@ -107,7 +108,7 @@ def test_the_state_reaches_far_back(family: str) -> None:
 
 @hybrids
 def test_a_prompt_in_any_chunks_gives_the_state_of_rows_one_by_one(family: str) -> None:
-    """Up to 110 rows in a pass: the recurrent layers take them in pieces."""
+    """Up to 110 rows in a pass: the recurrent layers take them in chunks."""
     target = target_of(family)
     stepped = one_by_one(target, TOKENS[:110])
     for step_size in (16, 33, 110):
@@ -116,14 +117,14 @@ def test_a_prompt_in_any_chunks_gives_the_state_of_rows_one_by_one(family: str) 
 
 def test_pieces_hold_every_row_once() -> None:
     for counts in ((1,), (16,), (3, 5), (33,), (100, 2, 40), (1, 64)):
-        pieces = pieces_of(counts)
-        assert sorted(i for piece in pieces for i in piece.index.tolist()) == list(range(sum(counts)))
-        assert max(piece.spans.longest for piece in pieces) <= PIECE_ROWS
+        chunks = chunks_of(counts)
+        assert sorted(i for chunk in chunks for i in chunk.index.tolist()) == list(range(sum(counts)))
+        assert max(chunk.spans.longest for chunk in chunks) <= MAX_CHUNK_ROWS
         for sequence, count in enumerate(counts):
             start, rows = sum(counts[:sequence]), []
-            for piece in pieces:
-                first, size = piece.spans.first[sequence].item(), piece.spans.count[sequence].item()
-                rows += piece.index.tolist()[first : first + size]
+            for chunk in chunks:
+                first, size = chunk.spans.first[sequence].item(), chunk.spans.count[sequence].item()
+                rows += chunk.index.tolist()[first : first + size]
             assert rows == list(range(start, start + count))
 
 
@@ -138,7 +139,7 @@ def test_sequences_of_a_long_pass_do_not_mix(family: str) -> None:
     for index, (sequence, tokens, rows) in enumerate(zip(sequences, parts, new, strict=True)):
         alone = sequence.fork()
         own = advance(target, alone, rows)
-        part = both.rows(index, len(rows))
+        part = both.prefix(index, len(rows))
         assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
         target.commit(sequence, part)
         assert_alike(target, sequence, alone)
@@ -147,7 +148,7 @@ def test_sequences_of_a_long_pass_do_not_mix(family: str) -> None:
 
 @hybrids
 def test_branches_with_their_own_accepted_rows_go_on_together(family: str) -> None:
-    """Forks of one prefix, each accepting another number of rows; a stranger joins them, and one leaves."""
+    """Forks of one prefix, each accepting another number of rows; a stranger joins them, and one siblings."""
     target, random = target_of(family), np.random.default_rng(3)
     prefix = opened(target, TOKENS[:PROMPT])
     branches = [prefix.fork() for _ in range(3)]
@@ -162,7 +163,7 @@ def test_branches_with_their_own_accepted_rows_go_on_together(family: str) -> No
         rows = target.forward([(s, mx.array(t)) for s, t in zip(branches, drawn, strict=True)])
         for index, (branch, tokens) in enumerate(zip(branches, drawn, strict=True)):
             accepted = int(random.integers(0, len(tokens) + 1))
-            target.commit(branch, rows.rows(index, accepted))
+            target.commit(branch, rows.prefix(index, accepted))
             texts[index] = texts[index] + tokens[:accepted]
     for branch, text in zip(branches, texts, strict=True):
         alone = opened(target, text[:20])
@@ -195,7 +196,7 @@ def test_a_prompt_is_not_cut() -> None:
     target = target_of("qwen3_5")
     rows = target.forward([(target.open(), mx.array(TOKENS[:17]))])
     with pytest.raises(PositionError, match="forget up to 0 of the newest rows, not 1"):
-        rows.rows(0, 16)
+        rows.prefix(0, 16)
 
 
 def test_passes_behind_prompts_of_any_length_have_one_shape() -> None:
@@ -236,7 +237,7 @@ class Lane:
         agreed = next((i for i, draft in enumerate(drafts) if draft != said[i]), len(drafts))
         # As by a stop token or a limit: what is said behind the end is not committed.
         emitted = said[: min(agreed + 1, most)]
-        self.target.commit(self.sequence, rows.rows(0, len(emitted)))
+        self.target.commit(self.sequence, rows.prefix(0, len(emitted)))
         self.text += emitted
 
 
@@ -276,7 +277,7 @@ def test_a_compiled_pass_takes_and_gives_states(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_kernels_agree_with_operations_of_mlx() -> None:
-    """The Metal text of all kernels of a pass, run by the emulator: a prompt in pieces, then a partial commit."""
+    """The Metal text of all kernels of a pass, run by the emulator: a prompt in chunks, then a partial commit."""
     results = []
     for wrapped in (launching(lambda kernel: launcher(kernel, check=False)), nullcontext()):
         target = tiny_target("qwen3_next", mx.float32, bits=4)

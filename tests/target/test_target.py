@@ -1,4 +1,4 @@
-"""The rows forward against mlx-lm's own models, and the row contract."""
+"""The rows forward against mlx-lm's own models, and batch invariance."""
 
 import mlx.core as mx
 import numpy as np
@@ -42,18 +42,18 @@ def test_logits_equal_mlx_lm(family: str, bits: int | None) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(family: str, bits: int | None) -> None:
     """bfloat16, whose CPU matmul reduces each row alike: 1 row and up to 16 rows agree bit for bit."""
     target = tiny_target(family, mx.bfloat16, bits)
-    one, taps = target.open(), [0, 2, target.num_layers]
+    one, target_layer_ids = target.open(), [0, 2, target.num_layers]
     target.prefill(one, TOKENS[:45])
     single = []
     many = one.fork()
     for token in TOKENS[45:61]:
-        single.append(target.forward([(one, mx.array([token]))], taps))
+        single.append(target.forward([(one, mx.array([token]))], target_layer_ids))
         target.commit(one, single[-1])
     for count in (2, 3, 8, 16):
-        block = target.forward([(many, mx.array(TOKENS[45 : 45 + count]))], taps)
+        block = target.forward([(many, mx.array(TOKENS[45 : 45 + count]))], target_layer_ids)
         for row in range(count):
             assert mx.array_equal(block.hidden[row], single[row].hidden[0]), (count, row)
-            assert mx.array_equal(block.taps[row], single[row].taps[0]), (count, row)
+            assert mx.array_equal(block.aux_hidden_states[row], single[row].aux_hidden_states[0]), (count, row)
             assert mx.array_equal(block.kv[row], single[row].kv[0]), (count, row)
         assert mx.array_equal(target.logits(block.hidden)[1], target.logits(single[1].hidden)[0])
 
@@ -63,13 +63,13 @@ def test_sequences_of_one_pass_do_not_see_each_other() -> None:
     a, b = target.open(), target.open()
     target.prefill(a, TOKENS[:40])
     target.prefill(b, TOKENS[40:47])
-    both = target.forward([(a, mx.array([1, 2, 3])), (b, mx.array([4, 5]))], taps=[1])
+    both = target.forward([(a, mx.array([1, 2, 3])), (b, mx.array([4, 5]))], target_layer_ids=[1])
     for index, (sequence, tokens) in enumerate([(a, [1, 2, 3]), (b, [4, 5])]):
-        alone = target.forward([(sequence, mx.array(tokens))], taps=[1])
-        part = both.rows(index, len(tokens))
+        alone = target.forward([(sequence, mx.array(tokens))], target_layer_ids=[1])
+        part = both.prefix(index, len(tokens))
         assert mx.array_equal(part.hidden, alone.hidden)
         assert mx.array_equal(part.kv, alone.kv)
-        assert mx.array_equal(part.taps, alone.taps)
+        assert mx.array_equal(part.aux_hidden_states, alone.aux_hidden_states)
 
 
 @pytest.mark.parametrize("family", ["llama_sliding", "qwen3_next"])
@@ -84,27 +84,27 @@ def test_one_graph_serves_however_rows_are_shared_out(family: str, monkeypatch: 
     with launching(lambda kernel: launcher(kernel, check=False)):
         for counts in ((3, 1, 1), (1, 3, 1)):
             rows = [mx.array(TOKENS[50 + count : 50 + 2 * count]) for count in counts]
-            alone = [target.forward([pair], taps=[1]) for pair in zip(sequences, rows, strict=True)]
+            alone = [target.forward([pair], target_layer_ids=[1]) for pair in zip(sequences, rows, strict=True)]
             graphs = len(target._compiled)
-            together = target.forward(list(zip(sequences, rows, strict=True)), taps=[1])
+            together = target.forward(list(zip(sequences, rows, strict=True)), target_layer_ids=[1])
             for index, (sequence, count, own) in enumerate(zip(sequences, counts, alone, strict=True)):
-                part = together.rows(index, count)
+                part = together.prefix(index, count)
                 assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
-                assert mx.array_equal(part.taps, own.taps)
-                target.commit(sequence, together.rows(index, (count + 1) // 2))
+                assert mx.array_equal(part.aux_hidden_states, own.aux_hidden_states)
+                target.commit(sequence, together.prefix(index, (count + 1) // 2))
     assert len(target._compiled) == graphs
 
 
 def test_taps_are_layer_outputs_and_the_final_norm() -> None:
     model = tiny_model("qwen3", mx.float32)
     target = Target(model, CONFIGS["qwen3"], "tiny")
-    rows = target.forward([(target.open(), mx.array(TOKENS[:9]))], taps=[2, 0, 4])
+    rows = target.forward([(target.open(), mx.array(TOKENS[:9]))], target_layer_ids=[2, 0, 4])
     hidden, outputs = model.model.embed_tokens(mx.array([TOKENS[:9]])), []
     for layer in model.layers:
         hidden = layer(hidden, "causal")
         outputs.append(hidden[0])
     expected = mx.concatenate([outputs[2], outputs[0], model.model.norm(outputs[3])], axis=-1)
-    np.testing.assert_allclose(np.array(rows.taps), np.array(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.array(rows.aux_hidden_states), np.array(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_restricted_head_equals_the_columns_of_the_whole_head() -> None:
@@ -118,11 +118,11 @@ def test_restricted_head_equals_the_columns_of_the_whole_head() -> None:
 
 def test_context_end_is_an_error_that_says_the_numbers() -> None:
     target = tiny_target()
-    with pytest.raises(ContextFull, match="600 tokens behind 0 cached ones; tiny llama has 512"):
+    with pytest.raises(ContextFull, match="600 tokens after 0 cached ones; tiny llama has 512"):
         target.prefill(target.open(), [1] * 600)
     sequence = target.open()
     target.prefill(sequence, [1] * 510)
-    with pytest.raises(ContextFull, match="3 tokens behind 510"):
+    with pytest.raises(ContextFull, match="3 tokens after 510"):
         target.forward([(sequence, mx.array([1, 2, 3]))])
 
 
@@ -139,5 +139,5 @@ def test_heads_that_the_kernels_do_not_take_are_refused_at_load(monkeypatch: pyt
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_a_cache_without_room_is_refused(size: int) -> None:
-    with pytest.raises(RequestError, match=f"max_kv_size must be at least 1, not {size}"):
-        tiny_target(max_kv_size=size)
+    with pytest.raises(RequestError, match=f"max_cached_tokens must be at least 1, not {size}"):
+        tiny_target(max_cached_tokens=size)

@@ -30,7 +30,7 @@ def test_logits_equal_transformers(folder: Path, prompt: int) -> None:
     while sequence.length < len(tokens):
         rows = target.forward([(sequence, mx.array(tokens[sequence.length :][:16]))])
         # Half of the rows are refused, and run again in the next pass.
-        accepted = rows.rows(0, -(-rows.counts[0] // 2))
+        accepted = rows.prefix(0, -(-rows.counts[0] // 2))
         got.append(target.logits(accepted.hidden))
         target.commit(sequence, accepted)
     np.testing.assert_allclose(np.array(mx.concatenate(got)), expected["logits"], rtol=1e-4, atol=1e-4)

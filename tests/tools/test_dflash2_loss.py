@@ -76,13 +76,23 @@ def test_the_loss_is_the_formula() -> None:
     tokens, rows = mx.random.randint(0, VOCAB, (2, size)), mx.array([[8, 5, 8], [3, 8, 4]])
     lengths, anchors = mx.array([24, 17]), mx.array([[3, 20, 9], [9, 2, 12]])
     final_hidden = mx.random.normal((2, size, config.hidden_size))
-    taps = mx.random.normal((2, size, len(config.target_layer_ids) * config.hidden_size))
+    aux_hidden_states = mx.random.normal((2, size, len(config.target_layer_ids) * config.hidden_size))
     expected = expected_head_rows(frozen, frozen.score(final_hidden))
     with using("stock"):
         got = dflash2.loss(
-            model, config, frozen, tokens, lengths, anchors, rows, final_hidden, expected, taps, hard=0.3
+            model,
+            config,
+            frozen,
+            tokens,
+            lengths,
+            anchors,
+            rows,
+            final_hidden,
+            expected,
+            aux_hidden_states,
+            hard=0.3,
         )
-        hidden = dflash2.block_hidden(model, config, frozen, tokens, anchors, rows, taps)[:, :, 1:]
+        hidden = dflash2.block_hidden(model, config, frozen, tokens, anchors, rows, aux_hidden_states)[:, :, 1:]
     selector = model.candidate_selector
     weights = {
         "predecessor": selector.predecessor_codebook.weight,

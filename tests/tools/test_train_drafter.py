@@ -16,14 +16,14 @@ from one_draft import block, extend, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
+from mlx_spec.cli.quantize_drafter import plain_tensors, quantization
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
-from mlx_spec.drafters.dflash2.drafter import load_dflash2
+from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.target import Target
 from tools import dflash2_loss as dflash2
 from tools import train_drafter, training
-from mlx_spec.cli.quantize_drafter import packing, plain_tensors
 from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, token_shares
 from tools.train_data import Replies, epoch, frequent_tokens, make_batch
 from tools.train_prompts import opening, own_prompts
@@ -51,9 +51,9 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
     replies = random_replies(2)
     tokens, anchors = mx.array(make_batch(replies, np.arange(2), 48).tokens), mx.array([[9, 30, 12], [38, 8, 20]])
     frozen = freeze_target(target.model, list(range(96)))
-    _, taps = run_target(target.model, tokens, drafter.taps)
+    _, aux_hidden_states = run_target(target.model, tokens, drafter.target_layer_ids)
     rows = mx.array([[8, 5, 8], [3, 8, 4]])
-    hidden = dflash2.block_hidden(drafter.model, drafter.config, frozen, tokens, anchors, rows, taps)
+    hidden = dflash2.block_hidden(drafter.model, drafter.config, frozen, tokens, anchors, rows, aux_hidden_states)
     paths = dflash2.walk_blocks(
         drafter.model,
         drafter.config,
@@ -68,8 +68,10 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
             target.prefill(
                 sequence,
                 prefix[:-1],
-                drafter.taps,
-                on_rows=lambda passed, ids, state=state: extend(drafter, state, Committed(0, ids, passed.taps)),
+                drafter.target_layer_ids,
+                on_rows=lambda passed, ids, state=state: extend(
+                    drafter, state, Committed(0, ids, passed.aux_hidden_states)
+                ),
             )
             count = int(rows[n, a].item())
             alone = block(drafter, state, prefix[-1], count)
@@ -121,7 +123,10 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     drafter = load_dflash2(tmp_path / "b", target, "trained")
     state, sequence, row = drafter.open(), target.open(), replies.tokens[:20].tolist()
     target.prefill(
-        sequence, row, drafter.taps, on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.taps))
+        sequence,
+        row,
+        drafter.target_layer_ids,
+        on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
     drafted = propose(drafter, state, int(replies.tokens[20]), 7, choose).tokens.tolist()
@@ -177,7 +182,7 @@ def test_decoding_starts_each_round_behind_the_one_before() -> None:
 def test_trained_weights_are_the_packed_ones_and_gradients_pass() -> None:
     args = train_drafter.setup_arg_parser().parse_args(["--replies", "r", "--heldout", "h", "--out", "o"])
     model = DraftModel(read_config(dflash2_config(**FULL, hidden_size=64, selector_rank=64), "tiny"))
-    packed = packing(model, args)
+    packed = quantization(model, args)
     assert {how["bits"] for path, how in packed.items() if path.endswith("codebook")} == {3}
     weights = model.trainable_parameters()
     shipped = dict(tree_flatten(training.shipped_weights(weights, packed)))

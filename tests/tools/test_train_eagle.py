@@ -15,9 +15,9 @@ from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, write_eagle
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.eagle.spec import read_contract, read_head_config
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
+from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
 from mlx_spec.target import Target
 from tools import train_eagle
 from tools.chain_loss import every_anchor
@@ -42,22 +42,24 @@ def test_the_training_forward_is_the_shipped_forward(
     target, raw = tiny_target("llama", mx.float32), eagle_config(version=version, **changes)
     tensors = eagle_tensors(raw, version, parts)
     drafter = load_eagle(write_eagle(tmp_path, raw, tensors), target, "tiny")
-    config, contract = read_head_config(raw, "tiny"), read_contract(raw, version == 3, 4, "tiny")
-    head = EagleHead(config, contract, tensors.keys())
+    config, spec = read_head_config(raw, "tiny"), read_spec(raw, version == 3, 4, "tiny")
+    head = EagleHead(config, spec, tensors.keys())
     head.load_weights([(n, v) for n, v in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")])
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))
-    hidden, taps = run_target(target.model, tokens, tuple(tap for tap in contract.taps if tap < 4) or (0,))
-    taps = taps if version == 3 else hidden
+    hidden, aux_hidden_states = run_target(
+        target.model, tokens, tuple(tap for tap in spec.target_layer_ids if tap < 4) or (0,)
+    )
+    aux_hidden_states = aux_hidden_states if version == 3 else hidden
     frozen = freeze_target(target.model, list(range(96)))
     anchors = every_anchor(tokens)
-    outputs = chains(head, contract, config, frozen.embedding, tokens, taps, anchors, STEPS)
+    outputs = chains(head, spec, config, frozen.embedding, tokens, aux_hidden_states, anchors, STEPS)
     own = tensors["lm_head.weight"] if version == 3 else frozen.head
     logits = np.stack([np.array(output @ own.T) for output in outputs])
     gold, column = np.array(tokens), {token: i for i, token in enumerate(DRAFT_IDS if version == 3 else range(96))}
     for n in range(2):
         for row in (0, 1, 7, LENGTH - STEPS - 2):
             state = drafter.open()
-            extend(drafter, state, Committed(0, tokens[n, : row + 1], taps[n, : row + 1]))
+            extend(drafter, state, Committed(0, tokens[n, : row + 1], aux_hidden_states[n, : row + 1]))
             scored: list[tuple[Any, Any]] = []
 
             def follow(position: int, ids: mx.array, scores: mx.array, n: int = n, into: list = scored) -> Any:
@@ -103,7 +105,10 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     drafter = load_eagle(tmp_path / "b", target, "trained")
     state, sequence, row = drafter.open(), target.open(), replies.tokens[:20].tolist()
     target.prefill(
-        sequence, row, drafter.taps, on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.taps))
+        sequence,
+        row,
+        drafter.target_layer_ids,
+        on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
     drafted = propose(drafter, state, int(replies.tokens[20]), 2, choose).tokens.tolist()

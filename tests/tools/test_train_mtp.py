@@ -15,9 +15,9 @@ from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 from mlx_spec.drafters.base import Committed
-from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
+from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.target import Target
 from tools import chain_loss, train_mtp
 from tools.mtp_chains import chains
@@ -115,7 +115,10 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     drafter = load_mtp(tmp_path / "b", target, "trained")
     state, sequence, row = drafter.open(), target.open(), replies.tokens[:20].tolist()
     target.prefill(
-        sequence, row, drafter.taps, on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.taps))
+        sequence,
+        row,
+        drafter.target_layer_ids,
+        on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
     choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
     drafted = propose(drafter, state, int(replies.tokens[20]), 3, choose).tokens.tolist()

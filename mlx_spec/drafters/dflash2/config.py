@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_spec.errors import DrafterMismatch
 
-# Values that transformers' Qwen3Config leaves out of a saved configuration because they are its defaults.
+# Values that transformers' Qwen3Config siblings out of a saved configuration because they are its defaults.
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -141,7 +141,7 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
     is_causal = flat.get("is_causal")
     rope = flat.get("rope_parameters") or flat.get("rope_scaling")
     cap = flat.get("final_logit_softcapping")
-    tap_ids = flat.get("target_layer_ids") or default_layer_ids(int(flat["num_target_layers"]), layers)
+    layer_ids = flat.get("target_layer_ids") or default_layer_ids(int(flat["num_target_layers"]), layers)
     draft_ids = flat.get("draft_token_ids")
     return DFlash2Config(
         hidden_size=int(flat["hidden_size"]),
@@ -157,7 +157,7 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
         rope_scaling=rope,
         block_size=int(flat["block_size"]),
         mask_token_id=int(flat["mask_token_id"]),
-        target_layer_ids=tuple(int(i) for i in tap_ids),
+        target_layer_ids=tuple(int(i) for i in layer_ids),
         num_target_layers=flat.get("num_target_layers"),
         causal=tuple(bool(s if is_causal is None else is_causal) for s in sliding),
         windows=tuple(window if s else None for s in sliding),
@@ -173,7 +173,7 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> list[int]:
-    """Return the taps of a DFlash checkpoint that names none: evenly from layer 1 to 3 before the last."""
+    """Return the target_layer_ids of a DFlash checkpoint that names none: evenly from layer 1 to 3 before the last."""
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]

@@ -4,25 +4,18 @@ Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.utils import dequantize_model
 
-from metal_kernels import MAX_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.checkpoints.config import read_config as read_config_file
-from mlx_spec.drafters.base import Ask, Committed, Proposal
-from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
-from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest
 from mlx_spec.drafters.dflash2.block import DraftModel
-from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
+from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
-from mlx_spec.errors import DrafterMismatch, RequestError
+from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
+from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
-
-# Tensors that the speculators layout may carry although they are the target's own.
-TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 class DFlash2Drafter:
@@ -34,15 +27,15 @@ class DFlash2Drafter:
         """Bind a loaded model to the target whose embedding and output head it uses."""
         self.config = config
         self.model = model
-        self.taps = config.target_layer_ids
+        self.target_layer_ids = config.target_layer_ids
         self.max_draft = config.block_size - 1
         self.walk = walk
         self.writer = ContextWriter(model)
         self.mask = target.embed(mx.array([config.mask_token_id]))
         self._embed = target.embed
         self._ids = None if config.draft_token_ids is None else mx.array(config.draft_token_ids)
-        nothing = mx.zeros((1, len(self.taps) * target.hidden_size), dtype=target.dtype)
-        self.pool = context_pool(self.writer.rows(nothing, mx.array([0], dtype=mx.int32)))
+        nothing = mx.zeros((1, len(self.target_layer_ids) * target.hidden_size), dtype=target.dtype)
+        self.pool = context_pool(self.writer.project(nothing, mx.array([0], dtype=mx.int32)))
         self._head = target.logits if self._ids is None else target.head_for(self._ids)
 
     def open(self, position: int = 0) -> BlockState:
@@ -52,36 +45,40 @@ class DFlash2Drafter:
     def extend(self, updates: Sequence[tuple[BlockState, Committed]]) -> None:
         """Let committed rows wait for the next draft. Raises PositionError for a gap or an overlap."""
         for state, rows in updates:
-            state.add(rows.position, rows.taps)
-        many = [state for state, _ in updates if state.waiting_rows > MAX_ROWS]
+            state.add(rows.position, rows.aux_hidden_states)
+        many = [state for state, _ in updates if state.waiting_rows > MAX_VERIFY_ROWS]
         if many:
             # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
             self.writer.write(many)
             mx.async_eval(self.pool.data)
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        """Draft the tokens behind all anchors in one block forward, whose blocks are as long as the longest ask's.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft the tokens behind all anchors in one block forward, whose blocks are as long as the longest request's.
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
-        for ask in asks:
-            if not 1 <= ask.count <= self.max_draft:
-                raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {ask.count}.")
-        most = max((ask.count for ask in asks), default=0)
+        for request in requests:
+            if not 1 <= request.count <= self.max_draft:
+                raise RequestError(
+                    f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
+                )
+        most = max((request.count for request in requests), default=0)
         if not most:
             return []
-        hidden = self.block([ask.state for ask in asks], [ask.anchor for ask in asks], most + 1)[:, 1:]
+        hidden = self.block(
+            [request.state for request in requests], [request.anchor for request in requests], most + 1
+        )[:, 1:]
         logits = self._head(hidden)
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
         candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
         # Of several sequences each has its own flags.
-        of_logits = are_finite[None] if len(asks) == 1 else finite_blocks(logits)
+        of_logits = are_finite[None] if len(requests) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
         if selector is not None:
             finite["candidate selector"] = finite_blocks(candidates.gates)
-        return self.walk(selector, candidates, asks, [ask.state.position for ask in asks], finite)
+        return self.walk(selector, candidates, requests, [request.state.position for request in requests], finite)
 
     def rewind(self, state: BlockState, position: int) -> int:
         """Forget rows from ``position`` on; ahead of the newest there is nothing to forget."""
@@ -127,68 +124,3 @@ class DFlash2Drafter:
 def finite_blocks(x: mx.array) -> mx.array:
     """Whether all numbers of each block are finite: [N, ...] to bool [N]."""
     return mx.all(mx.isfinite(x), axis=tuple(range(1, x.ndim)))
-
-
-def load_dflash2(folder: Path, target: Target, name: str, unpack: bool = False) -> DFlash2Drafter:
-    """Load a DFlash or DFlash 2 checkpoint and bind it to its target.
-
-    ``unpack`` turns quantised weights into bfloat16 ones, which are faster on a CPU.
-    Raises DrafterMismatch when the checkpoint is incomplete or was made for another target.
-    """
-    raw = read_config_file(folder, name, "drafter", DrafterMismatch)
-    config = read_config(raw, name)
-    check_target(config, target, name)
-    model = DraftModel(config)
-    load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
-    if unpack:
-        dequantize_model(model)
-    return DFlash2Drafter(config, model, target)
-
-
-def native_names(tensors: dict[str, mx.array], from_speculators: bool = False) -> dict[str, mx.array]:
-    """Rename tensors of every known layout to the native one, and name codebooks as the modules do."""
-    renamed = {}
-    for name, value in tensors.items():
-        if from_speculators and name in TARGET_TENSORS:
-            continue
-        name = name.removeprefix("model.")
-        for old, new in (
-            ("midlayer.", "layers.0."),
-            ("encoder.fc.", "fc."),
-            ("encoder.output_norm_enc.", "hidden_norm."),
-        ):
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-        renamed[f"{name}.weight" if name.endswith("_codebook") else name] = value
-    return renamed
-
-
-def check_target(config: DFlash2Config, target: Target, name: str) -> None:
-    """Raise DrafterMismatch, with both numbers, when a drafter was made for another target."""
-    for what, needed, found in (
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary size", config.vocab_size, target.vocab_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
-    ):
-        if needed is not None and needed != found:
-            raise DrafterMismatch(
-                f"{name} expects {what} {needed}; target {target.name} has {found}. "
-                "Use a drafter trained for this target."
-            )
-    for what, ids, limit in (
-        ("target_layer_ids", config.target_layer_ids, target.num_layers),
-        ("mask_token_id", [config.mask_token_id], target.vocab_size),
-        ("draft_token_ids", config.draft_token_ids or [], target.vocab_size),
-    ):
-        wrong = [i for i in ids if not 0 <= i < limit]
-        if wrong:
-            raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
-    if config.draft_token_ids and len(config.draft_token_ids) < config.selector_top_k:
-        raise DrafterMismatch(
-            f"{name}: draft_token_ids has {len(config.draft_token_ids)} ids, fewer than selector_top_k "
-            f"{config.selector_top_k}."
-        )
-    if config.conv_kernel_size and config.hidden_size % config.conv_group_size:
-        raise DrafterMismatch(
-            f"{name}: hidden size {config.hidden_size} is no multiple of conv_group_size {config.conv_group_size}."
-        )

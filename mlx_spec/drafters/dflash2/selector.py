@@ -2,19 +2,17 @@
 
     score_t(a, b) = unary_t(b) + sum_r predecessor[a, r] * gate_t[r] * successor[b, r]
 
-The walk starts at the anchor and picks row by row. It runs inside the graph; ``walk_on_host`` is the same walk
-over host arrays. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
+The walk starts at the anchor and picks row by row, inside the graph. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 
 from metal_kernels import module_rows
-from mlx_spec.drafters.base import Ask, Proposal, stack_drawn
+from mlx_spec.drafters.base import Draft, DraftRequest, stack_drawn
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 
 
@@ -56,32 +54,32 @@ def gather_candidates(
 def walk(
     selector: CandidateSelector | None,
     candidates: Candidates,
-    asks: Sequence[Ask],
+    requests: Sequence[DraftRequest],
     positions: Sequence[int],
     finite: Mapping[str, mx.array],
-) -> list[Proposal]:
+) -> list[Draft]:
     """Pick one candidate per row of each block, inside the graph.
 
-    positions: of the anchors. finite: by stage of the pass, bool [N], see Proposal.
+    positions: of the anchors. finite: by stage of the pass, bool [N], see Draft.
     """
-    previous = mx.array([ask.anchor for ask in asks])
-    paths: list[list[mx.array]] = [[] for _ in asks]
-    drawn_by: list[list[mx.array]] = [[] for _ in asks]
-    drawn_from: list[list[mx.array | None]] = [[] for _ in asks]
+    previous = mx.array([request.anchor for request in requests])
+    paths: list[list[mx.array]] = [[] for _ in requests]
+    drawn_by: list[list[mx.array]] = [[] for _ in requests]
+    drawn_from: list[list[mx.array | None]] = [[] for _ in requests]
     for t in range(candidates.ids.shape[1]):
         scores = candidates.unary[:, t]
         if selector is not None:
             edge = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[:, t]
             scores = scores + (candidates.successors[:, t] @ edge[..., None])[..., 0]
-        for n, ask in enumerate(asks):
-            if t < ask.count:
-                token, probabilities = ask.choose(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
+        for n, request in enumerate(requests):
+            if t < request.count:
+                token, probabilities = request.sample_draft(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
                 paths[n].append(token)
                 drawn_by[n].append(scores[n])
                 drawn_from[n].append(probabilities)
         previous = mx.stack([path[-1] for path in paths])
     return [
-        Proposal(
+        Draft(
             mx.stack(path).astype(mx.int32),
             candidates.ids[n, : len(path)],
             stack_drawn(drawn),
@@ -90,36 +88,3 @@ def walk(
         )
         for n, (path, drawn) in enumerate(zip(paths, drawn_from, strict=True))
     ]
-
-
-def walk_on_host(
-    selector: CandidateSelector | None,
-    candidates: Candidates,
-    asks: Sequence[Ask],
-    positions: Sequence[int],
-    finite: Mapping[str, mx.array],
-) -> list[Proposal]:
-    """Do what ``walk`` does over host arrays: one synchronisation before it, then 17 short rows a step.
-
-    Slower than ``walk`` wherever the host has to wait for the device, so it is not the default.
-    """
-    ids, unary = np.array(candidates.ids), np.array(candidates.unary)
-    gates, successors = np.array(candidates.gates), np.array(candidates.successors)
-    proposals = []
-    for n, ask in enumerate(asks):
-        previous, path, drawn_by, drawn_from = ask.anchor, [], [], []
-        for t in range(ask.count):
-            scores = unary[n, t]
-            if selector is not None:
-                row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
-                scores = scores + successors[n, t] @ (row * gates[n, t])
-            token, probabilities = ask.choose(positions[n] + 1 + t, mx.array(ids[n, t]), mx.array(scores))
-            previous = int(np.array(token))
-            path.append(previous)
-            drawn_by.append(mx.array(scores))
-            drawn_from.append(probabilities)
-        tokens = mx.array(path, dtype=mx.int32)
-        flags = {stage: flag[n] for stage, flag in finite.items()}
-        drawn = candidates.ids[n, : ask.count], stack_drawn(drawn_from)
-        proposals.append(Proposal(tokens, *drawn, flags, mx.stack(drawn_by)))
-    return proposals

@@ -7,8 +7,8 @@ from itertools import accumulate
 import mlx.core as mx
 
 from metal_kernels import Linear, context_kv, linear_rows
-from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.drafters.dflash2.block import DraftModel
+from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.errors import PositionError
 
 
@@ -82,10 +82,10 @@ class ContextWriter:
         features = [part for _, _, part in parts]
         positions = [mx.arange(at, at + part.shape[0], dtype=mx.int32) for _, at, part in parts]
         if len(parts) == 1:
-            written = [self.rows(features[0], positions[0])]
+            written = [self.project(features[0], positions[0])]
         else:
             ends = list(accumulate(part.shape[0] for part in features))[:-1]
-            written = list(mx.split(self.rows(mx.concatenate(features), mx.concatenate(positions)), ends))
+            written = list(mx.split(self.project(mx.concatenate(features), mx.concatenate(positions)), ends))
         append_to([(context, at, rows) for (context, at, _), rows in zip(parts, written, strict=True)])
         for state in behind:
             state.waiting = []
@@ -98,7 +98,7 @@ class ContextWriter:
             position, features = position + skipped, features[skipped:]
         return context, position, features
 
-    def rows(self, features: mx.array, positions: mx.array) -> mx.array:
+    def project(self, features: mx.array, positions: mx.array) -> mx.array:
         """Return the context keys and values [n, layers, 2, KV, D] of rows at ``positions`` [n] int32."""
         count, layers = features.shape[0], len(self.model.layers)
         projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)

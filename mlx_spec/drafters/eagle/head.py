@@ -23,8 +23,8 @@ from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from metal_kernels import Linear, linear_rows, rope_frequencies
-from mlx_spec.drafters.chain import Entered
-from mlx_spec.drafters.eagle.spec import Contract, HeadConfig
+from mlx_spec.drafters.chain import AttentionInputs
+from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.families import FeedForward, dense
 from mlx_spec.target.layers import Attention, Norm
@@ -33,10 +33,10 @@ from mlx_spec.target.layers import Attention, Norm
 class EagleHead(nn.Module):
     """The head's weights. What only some checkpoints have is built where ``names`` holds its tensor."""
 
-    def __init__(self, config: HeadConfig, contract: Contract, names: Collection[str]) -> None:
+    def __init__(self, config: HeadConfig, spec: EagleSpec, names: Collection[str]) -> None:
         super().__init__()
-        width, fused = config.hidden_size, contract.fused
-        read = len(contract.taps) * config.target_hidden_size
+        width, fused = config.hidden_size, spec.fused
+        read = len(spec.target_layer_ids) * config.target_hidden_size
         if not fused:
             self.fc = nn.Linear(2 * width, width, bias="fc.bias" in names)
         elif read != width or "fc.weight" in names:
@@ -44,9 +44,9 @@ class EagleHead(nn.Module):
         if "input_norm.weight" in names:
             self.input_norm = nn.RMSNorm(read, eps=config.eps)
         if "fc_norm.0.weight" in names:
-            self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=config.eps) for _ in contract.taps]
+            self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=config.eps) for _ in spec.target_layer_ids]
         self.layers = [EagleLayer(config, fused, names)]
-        if fused and contract.scores_normed:
+        if fused and spec.scores_normed:
             self.norm = nn.RMSNorm(width, eps=config.eps)
 
 
@@ -101,10 +101,10 @@ class EagleMLP(nn.Module):
 
 
 @dataclass(frozen=True)
-class EagleRows:
-    """The forward of a head over rows, as its contract wires it; what a head lacks is None or empty."""
+class EagleForward:
+    """The forward of a head over rows, as its spec wires it; what a head lacks is None or empty."""
 
-    contract: Contract
+    spec: EagleSpec
     config: HeadConfig
     fc: Linear | None
     all_norm: Norm | None
@@ -117,7 +117,7 @@ class EagleRows:
     norm: Norm | None
 
     @staticmethod
-    def of(head: EagleHead, config: HeadConfig, contract: Contract, name: str) -> "EagleRows":
+    def of(head: EagleHead, config: HeadConfig, spec: EagleSpec, name: str) -> "EagleForward":
         """Read a loaded head; its modules become views of joined weights.
 
         Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
@@ -127,8 +127,8 @@ class EagleRows:
             attention, feed_forward = read_attention(layer.self_attn, config), dense(layer.mlp)
         except (TypeError, ValueError) as error:
             raise UnsupportedModel(f"{name} has a layer that mlx_spec does not run: {error}") from error
-        return EagleRows(
-            contract,
+        return EagleForward(
+            spec,
             config,
             Linear.of(head.fc) if "fc" in head else None,
             optional_norm(head, "input_norm"),
@@ -146,18 +146,20 @@ class EagleRows:
         """H, the size of hidden states."""
         return self.config.hidden_size
 
-    def features(self, taps: mx.array) -> mx.array:
-        """Turn taps of the target [R, T * H] into hidden states [R, H]."""
-        if not self.contract.fused:
-            return taps
+    def features(self, aux_hidden_states: mx.array) -> mx.array:
+        """Turn states of the target's layers [R, T * H] into hidden states [R, H]."""
+        if not self.spec.fused:
+            return aux_hidden_states
         if self.all_norm is not None:
-            taps = self.all_norm(taps)
+            aux_hidden_states = self.all_norm(aux_hidden_states)
         if self.each_norm:
-            parts = mx.split(taps, len(self.each_norm), axis=-1)
-            taps = mx.concatenate([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], axis=-1)
-        return taps if self.fc is None else linear_rows(taps, self.fc)
+            parts = mx.split(aux_hidden_states, len(self.each_norm), axis=-1)
+            aux_hidden_states = mx.concatenate(
+                [norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], axis=-1
+            )
+        return aux_hidden_states if self.fc is None else linear_rows(aux_hidden_states, self.fc)
 
-    def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> Entered:
+    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         if self.embedding_norm is None or self.hidden_norm is None:
             assert self.fc is not None
@@ -165,18 +167,18 @@ class EagleRows:
         else:
             normed = self.hidden_norm(hidden)
             x = mx.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-            residual = normed if self.contract.norm_before_residual else hidden
-        return Entered(residual, *self.attention.project(x, positions))
+            residual = normed if self.spec.norm_before_residual else hidden
+        return AttentionInputs(residual, *self.attention.project(x, positions))
 
-    def leave(self, row: Entered, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows behind attention, whose output is [R, H, D].
+    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+        """Finish rows after attention, whose output is [R, H, D].
 
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
-        x = self.attention.finish(row.projected, attended, row.residual)
+        x = self.attention.finish(inputs.projected, attended, inputs.residual)
         x = self.feed_forward(self.post_norm(x), x)
         normed = x if self.norm is None else self.norm(x)
-        return normed, normed if self.contract.norm_output else x
+        return normed, normed if self.spec.norm_output else x
 
 
 def read_attention(module: EagleAttention, config: HeadConfig) -> Attention:

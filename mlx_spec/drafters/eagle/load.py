@@ -9,19 +9,19 @@ from mlx import nn
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
+from mlx_spec.checkpoints.tensors import load_tensors, quantize_head
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.checkpoints.tensors import load_tensors, pack_head
 from mlx_spec.drafters.draft_head import check_target, draft_head
+from mlx_spec.drafters.eagle.head import EagleForward, EagleHead
+from mlx_spec.drafters.eagle.source import read_head
 from mlx_spec.drafters.eagle.spec import (
-    Contract,
+    EagleSpec,
     HeadConfig,
     declared_parts,
-    read_contract,
     read_head_config,
+    read_spec,
     refuse_other_heads,
 )
-from mlx_spec.drafters.eagle.head import EagleHead, EagleRows
-from mlx_spec.drafters.eagle.source import read_head
 from mlx_spec.drafters.eagle.tensors import head_tensors, is_fused, is_targets_embedding, own_draft_ids
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -32,13 +32,13 @@ def load_eagle(
     target: Target,
     name: str,
     *,
-    unpack: bool = False,
-    packing: dict[str, Any] | None = None,
+    dequantize: bool = False,
+    quantization: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
 ) -> ChainDrafter:
     """Load an EAGLE head from a folder and bind it to its target.
 
-    unpack: turn quantised weights into bfloat16 ones, which are faster on a CPU. packing: group_size and bits to
+    dequantize: turn quantised weights into bfloat16 ones, which are faster on a CPU. quantization: group_size and bits to
     quantise a head with that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for
     those that the checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
@@ -47,31 +47,31 @@ def load_eagle(
     raw = read_config_file(folder, name, "drafter", DrafterMismatch)
     refuse_other_heads(raw, name)
     tensors = head_tensors(read_head(folder, name), name)
-    config, contract = read_head_config(raw, name), read_contract(raw, is_fused(tensors), target.num_layers, name)
+    config, spec = read_head_config(raw, name), read_spec(raw, is_fused(tensors), target.num_layers, name)
     check_target(config.target_hidden_size, config.vocab_size, target, name)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, t2d, target, name)
     if is_targets_embedding(tensors.get("embed_tokens.weight"), target):
         del tensors["embed_tokens.weight"]
-    head = build_head(config, contract, tensors, declared_parts(raw), name)
+    head = build_head(config, spec, tensors, declared_parts(raw), name)
     check_borrowed(head, config, target, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
-    if packing is not None and not any(key.endswith(".scales") for key in tensors):
-        pack_head(head, **packing)
-    if unpack:
+    if quantization is not None and not any(key.endswith(".scales") for key in tensors):
+        quantize_head(head, **quantization)
+    if dequantize:
         dequantize_model(head)
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
-    rows = EagleRows.of(head, config, contract, name)
-    return ChainDrafter("eagle", rows, contract.taps, target, scores, head.get("embed_tokens"))
+    forward = EagleForward.of(head, config, spec, name)
+    return ChainDrafter("eagle", forward, spec.target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
 def build_head(
-    config: HeadConfig, contract: Contract, tensors: dict[str, mx.array], declared: set[str], name: str
+    config: HeadConfig, spec: EagleSpec, tensors: dict[str, mx.array], declared: set[str], name: str
 ) -> EagleHead:
     """Build the modules that a checkpoint has or declares, its own embedding and output head included."""
     try:
-        head = EagleHead(config, contract, tensors.keys() | declared)
+        head = EagleHead(config, spec, tensors.keys() | declared)
     except (KeyError, TypeError, ValueError) as error:
         raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
     if "embed_tokens.weight" in tensors:

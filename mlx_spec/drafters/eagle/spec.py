@@ -4,6 +4,7 @@ Two conventions number hidden states, and layouts differ in what a missing key m
 fluently and is seldom accepted. Sources: SafeAILab/EAGLE, SpecForge, vLLM, SGLang, ``speculators`` 0.9.0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a head that names none, whatever its target's is.
 DEFAULT_ROPE_BASE = 10000.0
 # Heads are trained on texts of two to four thousand tokens, and draft badly behind longer ones: they see no more.
-MOST_SEEN = 4096
+MAX_CONTEXT = 4096
 # Heads that are no chain of one decoder layer.
 OTHER_HEADS = {
     "peagle": "a P-EAGLE head drafts all tokens in one pass of several layers",
@@ -22,17 +23,17 @@ OTHER_HEADS = {
 
 
 @dataclass(frozen=True)
-class Contract:
+class EagleSpec:
     """What a head reads and how it goes on.
 
     fused: EAGLE-3, which reads several hidden states through ``fc``; else EAGLE-1 or 2, which reads the last one.
-    taps: the hidden states, as the target numbers them. norm_before_residual: attention's output is added to the
+    target_layer_ids: the hidden states, as the target numbers them. norm_before_residual: attention's output is added to the
     normed hidden state, else to the state itself. norm_output: a chained step reads the head's output behind its
     norm. scores_normed: the output head reads it there, too, as it always does but in some SpecForge checkpoints.
     """
 
     fused: bool
-    taps: tuple[int, ...]
+    target_layer_ids: tuple[int, ...]
     norm_before_residual: bool = False
     norm_output: bool = False
     scores_normed: bool = True
@@ -60,7 +61,7 @@ class HeadConfig:
     window: int
 
 
-def is_eagle(config: dict[str, Any]) -> bool:
+def is_eagle(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` says that its checkpoint is an EAGLE head.
 
     The first heads call themselves what their target is called, but have one layer.
@@ -72,18 +73,18 @@ def is_eagle(config: dict[str, Any]) -> bool:
     return is_first and config.get("num_hidden_layers") == 1
 
 
-def read_contract(config: dict[str, Any], fused: bool, target_layers: int, name: str) -> Contract:
+def read_spec(config: dict[str, Any], fused: bool, target_layers: int, name: str) -> EagleSpec:
     """Read how a head is wired. fused: it has EAGLE-3's tensors.
 
     Raises UnsupportedModel for heads that work in another way, DrafterMismatch for layers that do not exist.
     """
     refuse_other_heads(config, name)
     if not fused:
-        return Contract(False, (target_layers,))
+        return EagleSpec(False, (target_layers,))
     from_speculators = "speculators_model_type" in config
-    return Contract(
+    return EagleSpec(
         True,
-        resolve_taps(config, target_layers, name),
+        resolve_layer_ids(config, target_layers, name),
         bool(flag(config, "norm_before_residual", from_speculators)),
         # SpecForge's key of this name says whether there is a norm before the output head; what its heads read
         # next is their output before it.
@@ -100,7 +101,7 @@ def refuse_other_heads(config: dict[str, Any], name: str) -> None:
             raise UnsupportedModel(f"{name}: {reason}, which mlx_spec does not run.")
 
 
-def resolve_taps(config: dict[str, Any], target_layers: int, name: str) -> tuple[int, ...]:
+def resolve_layer_ids(config: dict[str, Any], target_layers: int, name: str) -> tuple[int, ...]:
     """Return the hidden states that an EAGLE-3 head reads, each as the number of the layer that puts it out.
 
     Ids at the top level are those of ``speculators``: id j is what layer j reads. In ``eagle_config`` id i is what
@@ -116,13 +117,13 @@ def resolve_taps(config: dict[str, Any], target_layers: int, name: str) -> tuple
             raise DrafterMismatch(f"{name}: {LAYER_IDS} must be a list of layer numbers, not {given!r}.")
     ids = own or counted_from_output or (2, target_layers // 2, target_layers - 3)
     shift = 0 if not own and counted_from_output and max(ids) != target_layers else -1
-    taps = tuple(i + shift for i in ids)
-    if min(taps) < 0 or max(taps) >= target_layers:
+    target_layer_ids = tuple(i + shift for i in ids)
+    if min(target_layer_ids) < 0 or max(target_layer_ids) >= target_layers:
         raise DrafterMismatch(
             f"{name}: {LAYER_IDS} is {list(ids)}; the target has {target_layers} layers. "
             "Use a head that was trained with this target."
         )
-    return taps
+    return target_layer_ids
 
 
 def declared_parts(config: dict[str, Any]) -> set[str]:
@@ -154,7 +155,7 @@ def read_head_config(config: dict[str, Any], name: str) -> HeadConfig:
         width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         dim = int(layer.get("head_dim") or width // heads)
         partial = rope.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1.0))
-        positions = int(layer.get("max_position_embeddings") or MOST_SEEN)
+        positions = int(layer.get("max_position_embeddings") or MAX_CONTEXT)
         is_sliding = "sliding_attention" in (layer.get("layer_types") or [])[:1]
         return HeadConfig(
             hidden_size=width,
@@ -169,7 +170,7 @@ def read_head_config(config: dict[str, Any], name: str) -> HeadConfig:
             rope_base=float(rope.get("rope_theta") or layer.get("rope_theta") or DEFAULT_ROPE_BASE),
             rope_scaling=None if kind in ("default", "mrope") else dict(scaling, rope_type=kind),
             max_positions=positions,
-            window=int(layer["sliding_window"]) if is_sliding else min(positions, MOST_SEEN),
+            window=int(layer["sliding_window"]) if is_sliding else min(positions, MAX_CONTEXT),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error!r}).") from None

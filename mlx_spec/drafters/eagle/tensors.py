@@ -18,7 +18,7 @@ RENAMED = (
     (re.compile(r"aux_norm_mid\."), "fc_norm.1."),
     (re.compile(r"aux_norm_high\."), "fc_norm.2."),
 )
-# Of an embedding that is the target's own, as the target's packing rounded it, relative to its size.
+# Of an embedding that is the target's own, as the target's quantization rounded it, relative to its size.
 PACKING_ERROR, COMPARED = 0.25, 64
 
 
@@ -74,7 +74,7 @@ def own_draft_ids(d2t: mx.array, t2d: mx.array | None, target: Target, name: str
 
 
 def is_targets_embedding(weight: mx.array | None, target: Target) -> bool:
-    """Whether an embedding [V, H] is the target's, as far as the target's packing lets one see."""
+    """Whether an embedding [V, H] is the target's, as far as the target's quantization lets one see."""
     if weight is None or weight.shape != (target.vocab_size, target.hidden_size):
         return False
     ids = mx.arange(COMPARED) * (target.vocab_size // COMPARED or 1) % target.vocab_size

@@ -17,8 +17,8 @@ from mlx import nn
 from mlx_lm.utils import _get_classes
 
 from metal_kernels import Linear, linear_rows
-from mlx_spec.drafters.chain import Entered
-from mlx_spec.drafters.mtp.spec import Contract
+from mlx_spec.drafters.chain import AttentionInputs
+from mlx_spec.drafters.mtp.spec import MTPSpec
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
 
@@ -53,10 +53,10 @@ def one_layer(config: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class MTPRows:
-    """The forward of a head over rows, as one contract wires it."""
+class MTPForward:
+    """The forward of a head over rows, as one spec wires it."""
 
-    contract: Contract
+    spec: MTPSpec
     norm_embedding: Norm
     norm_hidden: Norm
     fc: Linear
@@ -67,15 +67,15 @@ class MTPRows:
     norm: Norm
 
     @staticmethod
-    def of(head: MTPHead, contract: Contract, family: Family, name: str) -> "MTPRows":
+    def of(head: MTPHead, spec: MTPSpec, family: Family, name: str) -> "MTPForward":
         """Read a loaded head; its modules become views of joined weights.
 
         Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
         """
         layer = Layer.of(head.layers[0], family, head.args, 0, None, name)
         assert isinstance(layer.mixer, Attention)
-        return MTPRows(
-            contract,
+        return MTPForward(
+            spec,
             Norm.of(head.pre_fc_norm_embedding),
             Norm.of(head.pre_fc_norm_hidden),
             Linear.of(head.fc),
@@ -91,24 +91,24 @@ class MTPRows:
         """H, the size of hidden states."""
         return self.norm_hidden.weight.size
 
-    def features(self, taps: mx.array) -> mx.array:
+    def features(self, aux_hidden_states: mx.array) -> mx.array:
         """Return the target's hidden states [R, H] as they are."""
-        return taps
+        return aux_hidden_states
 
-    def enter(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> Entered:
+    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         parts = [self.norm_embedding(embedded), self.norm_hidden(hidden)]
-        if self.contract.hidden_first:
+        if self.spec.hidden_first:
             parts.reverse()
         fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
-        return Entered(fused, *self.attention.project(self.input_norm(fused), positions))
+        return AttentionInputs(fused, *self.attention.project(self.input_norm(fused), positions))
 
-    def leave(self, row: Entered, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows behind attention, whose output is [R, H, D].
+    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+        """Finish rows after attention, whose output is [R, H, D].
 
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
-        x = self.attention.finish(row.projected, attended, row.residual)
+        x = self.attention.finish(inputs.projected, attended, inputs.residual)
         x = self.feed_forward(self.post_norm(x), x)
         normed = self.norm(x)
-        return normed, normed if self.contract.recycles_normed else x
+        return normed, normed if self.spec.recycles_normed else x

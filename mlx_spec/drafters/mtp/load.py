@@ -1,6 +1,6 @@
 """Loading an MTP head and binding it to its target."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,12 @@ from mlx import nn
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
+from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.checkpoints.tensors import load_tensors, pack_head, read_files
 from mlx_spec.drafters.draft_head import check_target, draft_head
-from mlx_spec.drafters.mtp.spec import contract_of, plain_type
-from mlx_spec.drafters.mtp.head import MTPHead, MTPRows
+from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
 from mlx_spec.drafters.mtp.source import head_files
+from mlx_spec.drafters.mtp.spec import plain_type, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -28,14 +28,14 @@ def load_mtp(
     name: str,
     *,
     model_config: dict[str, Any] | None = None,
-    unpack: bool = False,
-    packing: dict[str, Any] | None = None,
+    dequantize: bool = False,
+    quantization: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
 ) -> ChainDrafter:
     """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
 
-    model_config: the target's ``config.json``, for a head that comes without one. unpack: turn quantised weights
-    into bfloat16 ones, which are faster on a CPU. packing: group_size, bits and mode to quantise a head with that
+    model_config: the target's ``config.json``, for a head that comes without one. dequantize: turn quantised weights
+    into bfloat16 ones, which are faster on a CPU. quantization: group_size, bits and mode to quantise a head with that
     is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
     checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
@@ -45,25 +45,25 @@ def load_mtp(
     raw = read_config_file(place, name, "drafter", DrafterMismatch) if own_config else model_config
     if raw is None:
         raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
-    contract, config = contract_of(raw, name), layer_config(raw)
+    spec, config = spec_of(raw, name), layer_config(raw)
     family = family_of(config, name)
-    files = head_files(place, contract, target.num_layers, name)
-    tensors = head_tensors(read_files(files, name), contract, target.num_layers, name)
+    files = head_files(place, spec, target.num_layers, name)
+    tensors = head_tensors(read_files(files, name), spec, target.num_layers, name)
     if not tensors:
         raise DrafterMismatch(no_head(name))
     check_target(config.get("hidden_size"), config.get("vocab_size"), target, name)
     d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
     load_tensors(head, tensors, name)
     head.set_dtype(target.dtype)
-    if packing is not None and not any(key.endswith(".scales") for key in tensors):
-        pack_head(head, **packing)
-    if unpack:
+    if quantization is not None and not any(key.endswith(".scales") for key in tensors):
+        quantize_head(head, **quantization)
+    if dequantize:
         dequantize_model(head)
     own_ids = None if d2t is None else checked_ids(d2t, target, name)
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
-    rows = MTPRows.of(head, contract, family, name)
-    taps = (target.num_layers if contract.reads_normed else target.num_layers - 1,)
-    return ChainDrafter("mtp", rows, taps, target, scores, head.get("embed_tokens"))
+    forward = MTPForward.of(head, spec, family, name)
+    target_layer_ids = (target.num_layers if spec.reads_normed else target.num_layers - 1,)
+    return ChainDrafter("mtp", forward, target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
 def no_head(name: str) -> str:
@@ -80,10 +80,10 @@ def layer_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**part, "model_type": plain_type(part.get("model_type"))}
 
 
-def packing_of(config: dict[str, Any]) -> dict[str, Any] | None:
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return how a model is quantised by its ``config.json``, or None."""
-    packing = config.get("quantization") or {}
-    return {key: packing[key] for key in ("group_size", "bits", "mode") if key in packing} or None
+    quantization = config.get("quantization") or {}
+    return {key: quantization[key] for key in ("group_size", "bits", "mode") if key in quantization} or None
 
 
 def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:

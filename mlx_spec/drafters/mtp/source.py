@@ -1,13 +1,15 @@
 """Where the weights of an MTP head are: among the shards of a model, beside them, or in files of their own."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_spec.checkpoints.tensors import read_files
-from mlx_spec.drafters.mtp.spec import Contract, contract_of
+from mlx_spec.drafters.mtp.spec import MTPSpec, spec_of
 from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
 from mlx_spec.errors import DrafterMismatch
+from mlx_spec.target.target import text_config
 
 INDEX = "model.safetensors.index.json"
 SPECULATORS_TYPES = ("mtp", "fast_mtp")
@@ -15,7 +17,7 @@ SPECULATORS_TYPES = ("mtp", "fast_mtp")
 BESIDE = ("*.safetensors", "mtp/*.safetensors")
 
 
-def head_files(place: Path, contract: Contract, target_layers: int, name: str) -> list[Path]:
+def head_files(place: Path, spec: MTPSpec, target_layers: int, name: str) -> list[Path]:
     """Return the files that hold a head: ``place`` itself, or those of the folder; none where there is no head.
 
     A folder's index says which shards hold the head; others need not be there. Files that the index does not name
@@ -24,10 +26,10 @@ def head_files(place: Path, contract: Contract, target_layers: int, name: str) -
     if place.is_file():
         return [place]
     shards = read_index(place / INDEX, name)
-    found = [place / file for file in indexed_files(shards, contract, target_layers)]
+    found = [place / file for file in indexed_files(shards, spec, target_layers)]
     for pattern in BESIDE:
         for path in sorted(place.glob(pattern)):
-            if path.name not in shards.values() and holds_head(path, contract, target_layers, name):
+            if path.name not in shards.values() and holds_head(path, spec, target_layers, name):
                 found.append(path)
     return found
 
@@ -41,26 +43,38 @@ def read_index(path: Path, name: str) -> dict[str, str]:
         raise DrafterMismatch(f"{name}: {path.name} is no index of safetensors files ({error!r}).") from None
 
 
-def indexed_files(shards: dict[str, str], contract: Contract, target_layers: int) -> list[str]:
+def indexed_files(shards: Mapping[str, str], spec: MTPSpec, target_layers: int) -> list[str]:
     """Return the names of the shards that hold tensors of the head: all, where there is nothing else."""
     if is_bare(shards):
         return sorted(set(shards.values()))
-    return sorted({file for tensor, file in shards.items() if belongs_to_head(tensor, contract, target_layers)})
+    return sorted({file for tensor, file in shards.items() if belongs_to_head(tensor, spec, target_layers)})
 
 
-def holds_head(path: Path, contract: Contract, target_layers: int, name: str) -> bool:
+def holds_head(path: Path, spec: MTPSpec, target_layers: int, name: str) -> bool:
     """Whether a file holds tensors of a head, or nothing but a head."""
     tensors = read_files([path], name)
-    return is_bare(tensors) or any(belongs_to_head(tensor, contract, target_layers) for tensor in tensors)
+    return is_bare(tensors) or any(belongs_to_head(tensor, spec, target_layers) for tensor in tensors)
 
 
-def is_mtp(place: Path, config: dict[str, Any], target_layers: int, name: str) -> bool:
+def is_mtp(place: Path, config: Mapping[str, Any], target_layers: int, name: str) -> bool:
     """Whether a drafter's file or folder, with this ``config.json``, is meant to be an MTP head.
 
     Raises UnsupportedModel for heads that mlx_spec does not run.
     """
-    if place.is_file() or str(config.get("model_type")).endswith("_mtp"):
+    if place.is_file() or is_mtp_config(config):
         return True
     if "speculators_model_type" in config:
-        return config["speculators_model_type"] in SPECULATORS_TYPES
-    return bool(head_files(place, contract_of(config, name), target_layers, name))
+        return False
+    return bool(head_files(place, spec_of(config, name), target_layers, name))
+
+
+def is_mtp_config(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` alone says that its checkpoint is an MTP head."""
+    if str(config.get("model_type")).endswith("_mtp"):
+        return True
+    return config.get("speculators_model_type") in SPECULATORS_TYPES
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """Return the number of decoder layers that a model's ``config.json`` states, 0 where it states none."""
+    return int(text_config(config).get("num_hidden_layers") or 0)

@@ -4,6 +4,7 @@ Sources: the families' published modelling code and the loaders of vLLM and SGLa
 acceptance (llama.cpp pull request 24025, Rapid-MLX 3371).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from mlx_spec.errors import UnsupportedModel
 
 
 @dataclass(frozen=True)
-class Contract:
+class MTPSpec:
     """What a head reads, and what its checkpoint calls its parts.
 
     family: for messages. pattern: regular expression of its tensors' names in a whole checkpoint, whose group
@@ -52,12 +53,12 @@ MIMO_NAMES = {
 }
 BEHIND_TARGET = r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<name>.+)"
 
-QWEN = Contract("Qwen3.5", r"(?:language_model\.)?(?:model\.)?mtp\.(?P<name>.+)", OWN_NAMES, zero_centred=True)
-SPECULATORS = Contract("speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True)
-MIMO = Contract("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, hidden_first=True)
-DEEPSEEK = Contract("DeepSeek and GLM", BEHIND_TARGET, NEXTN_NAMES, behind_target=True)
-HY3 = Contract("Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True)
-STEP = Contract(
+QWEN = MTPSpec("Qwen3.5", r"(?:language_model\.)?(?:model\.)?mtp\.(?P<name>.+)", OWN_NAMES, zero_centred=True)
+SPECULATORS = MTPSpec("speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True)
+MIMO = MTPSpec("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, hidden_first=True)
+DEEPSEEK = MTPSpec("DeepSeek and GLM", BEHIND_TARGET, NEXTN_NAMES, behind_target=True)
+HY3 = MTPSpec("Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True)
+STEP = MTPSpec(
     "Step 3.5",
     BEHIND_TARGET,
     {**NEXTN_NAMES, "transformer.shared_head.norm.": "norm.", "transformer.shared_head.output.": "lm_head."},
@@ -66,7 +67,7 @@ STEP = Contract(
     zero_centred=True,
 )
 
-CONTRACTS: dict[str, Contract] = {
+SPECS: dict[str, MTPSpec] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), QWEN),
     "mimo": MIMO,
     **dict.fromkeys(
@@ -87,10 +88,10 @@ OTHER_HEADS = {
 }
 
 
-def contract_of(config: dict[str, Any], name: str) -> Contract:
+def spec_of(config: Mapping[str, Any], name: str) -> MTPSpec:
     """Look up how the head of a checkpoint is wired, by its ``config.json``.
 
-    Unknown model types have Qwen's contract, which heads trained for other targets use too.
+    Unknown model types have Qwen's spec, which heads trained for other targets use too.
     Raises UnsupportedModel for a family whose heads work in another way.
     """
     if "speculators_model_type" in config:
@@ -100,8 +101,8 @@ def contract_of(config: dict[str, Any], name: str) -> Contract:
         known = plain_type(model_type)
         if known in OTHER_HEADS:
             raise UnsupportedModel(f"{name}: {OTHER_HEADS[known]}, which mlx_spec does not run.")
-        if known in CONTRACTS:
-            return CONTRACTS[known]
+        if known in SPECS:
+            return SPECS[known]
     return QWEN
 
 

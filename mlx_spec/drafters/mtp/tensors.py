@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.mtp.spec import OWN_NAMES, Contract
+from mlx_spec.drafters.mtp.spec import OWN_NAMES, MTPSpec
 from mlx_spec.errors import DrafterMismatch
 
 # Means that tell norm weights less one from whole ones, over published Qwen3.5 to 3.8 heads: query and key norms
@@ -15,14 +15,14 @@ HEAD_NORMS, HEAD_LIMIT = ("q_norm.weight", "k_norm.weight"), 1.25
 INPUT_NORMS, INPUT_LIMIT = ("layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"), 0.5
 
 
-def belongs_to_head(name: str, contract: Contract, target_layers: int) -> bool:
+def belongs_to_head(name: str, spec: MTPSpec, target_layers: int) -> bool:
     """Whether a tensor of a whole checkpoint is the head's. target_layers: of the target."""
-    found = re.fullmatch(contract.pattern, name)
-    return found is not None and _number(found, contract, target_layers) >= 0
+    found = re.fullmatch(spec.pattern, name)
+    return found is not None and _number(found, spec, target_layers) >= 0
 
 
 def head_tensors(
-    tensors: dict[str, mx.array], contract: Contract, target_layers: int, name: str
+    tensors: dict[str, mx.array], spec: MTPSpec, target_layers: int, name: str
 ) -> dict[str, mx.array]:
     """Pick the head's tensors, under the names of our modules, experts stacked, norm weights whole.
 
@@ -30,15 +30,15 @@ def head_tensors(
     prefix. Returns an empty dictionary where there is no head.
     Raises DrafterMismatch for heads of more than one layer, for which no family has a rule that we run.
     """
-    found = {key: re.fullmatch(contract.pattern, key) for key in tensors}
+    found = {key: re.fullmatch(spec.pattern, key) for key in tensors}
     ours: dict[str, mx.array] = {}
     layers = set()
     for key, match in found.items():
-        if match is not None and (number := _number(match, contract, target_layers)) >= 0:
+        if match is not None and (number := _number(match, spec, target_layers)) >= 0:
             layers.add(number)
-            ours[_our_name(match["name"], contract)] = tensors[key]
+            ours[_our_name(match["name"], spec)] = tensors[key]
     if not ours and is_bare(tensors):
-        ours = {_our_name(key, contract): value for key, value in tensors.items()}
+        ours = {_our_name(key, spec): value for key, value in tensors.items()}
     numbered = {key.split(".")[1] for key in ours if key.startswith("layers.")}
     if max(len(layers), len(numbered)) > 1:
         raise DrafterMismatch(
@@ -46,7 +46,7 @@ def head_tensors(
             "whose output it feeds back, and has no rule for more."
         )
     ours = stack_experts(ours)
-    if contract.zero_centred and norms_lack_one(ours):
+    if spec.zero_centred and norms_lack_one(ours):
         ours = shift_norms(ours, 1.0)
     return ours
 
@@ -94,16 +94,16 @@ def stack_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     return out | {key: mx.stack([each[i] for i in sorted(each)]) for key, each in experts.items()}
 
 
-def _our_name(name: str, contract: Contract) -> str:
-    for theirs, ours in (contract.names | OWN_NAMES).items():
+def _our_name(name: str, spec: MTPSpec) -> str:
+    for theirs, ours in (spec.names | OWN_NAMES).items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return f"layers.0.{name}"
 
 
-def _number(match: re.Match[str], contract: Contract, target_layers: int) -> int:
+def _number(match: re.Match[str], spec: MTPSpec, target_layers: int) -> int:
     layer = int(match.groupdict().get("layer") or 0)
-    return layer - target_layers if contract.behind_target else layer
+    return layer - target_layers if spec.behind_target else layer
 
 
 def _mean(value: mx.array) -> float:

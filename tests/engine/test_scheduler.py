@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_spec.engine.draft_policy import CostAware, Costs, FixedDepth, Offer
-from mlx_spec.engine.row_shares import share_rows
+from mlx_spec.engine.costs import Costs
+from mlx_spec.engine.draft_policy import CostAware, DepthOffer, FixedDepth
+from mlx_spec.engine.scheduler import share_rows
 
 COSTS = Costs({1: 10.0, 16: 25.0}, {1: 0.5, 7: 2.0})
 
@@ -17,11 +18,11 @@ def falling(chances: list[float]) -> tuple[float, ...]:
 
 
 chances = st.lists(st.floats(0.01, 1.0), max_size=7).map(falling)
-offers = st.lists(st.builds(Offer, chances, st.booleans()), min_size=1, max_size=16)
+offers = st.lists(st.builds(DepthOffer, chances, st.booleans()), min_size=1, max_size=16)
 
 
 @given(offers=offers, data=st.data(), costs=st.sampled_from([None, COSTS]))
-def test_every_limit_is_kept(offers: list[Offer], data: st.DataObject, costs: Costs | None) -> None:
+def test_every_limit_is_kept(offers: list[DepthOffer], data: st.DataObject, costs: Costs | None) -> None:
     most = [data.draw(st.integers(0, 7)) for _ in offers]
     depths = share_rows(offers, most, 16, costs)
     assert len(depths) == len(offers)
@@ -31,13 +32,13 @@ def test_every_limit_is_kept(offers: list[Offer], data: st.DataObject, costs: Co
 
 
 def test_drafts_that_are_asked_for_get_rows_while_there_are_any() -> None:
-    assert share_rows([Offer((0.9,) * 7)] * 2, [7, 7], 16, COSTS) == [7, 7]
-    assert share_rows([Offer((0.9,) * 7)] * 4, [7] * 4, 16, None) == [3, 3, 3, 3]
-    assert share_rows([Offer((0.9,) * 7)] * 16, [7] * 16, 16, COSTS) == [0] * 16
+    assert share_rows([DepthOffer((0.9,) * 7)] * 2, [7, 7], 16, COSTS) == [7, 7]
+    assert share_rows([DepthOffer((0.9,) * 7)] * 4, [7] * 4, 16, None) == [3, 3, 3, 3]
+    assert share_rows([DepthOffer((0.9,) * 7)] * 16, [7] * 16, 16, COSTS) == [0] * 16
 
 
 def test_rows_go_where_survival_is_highest() -> None:
-    likely, unlikely = Offer((0.9, 0.8, 0.7, 0.6, 0.5), True), Offer((0.4, 0.1, 0.05), True)
+    likely, unlikely = DepthOffer((0.9, 0.8, 0.7, 0.6, 0.5), True), DepthOffer((0.4, 0.1, 0.05), True)
     assert share_rows([unlikely, likely], [7, 7], 7, None) == [0, 5]
     assert share_rows([unlikely, likely], [7, 7], 8, None) == [1, 5]
     assert share_rows([unlikely, likely], [7, 2], 8, None) == [3, 2]
@@ -45,7 +46,7 @@ def test_rows_go_where_survival_is_highest() -> None:
 
 def test_optional_drafts_take_the_number_that_is_cheapest_for_each_token() -> None:
     """Against every other way to share the rows out."""
-    found = [Offer((0.9, 0.7, 0.3), True), Offer((0.5, 0.2), True), Offer((0.95, 0.9, 0.85), True)]
+    found = [DepthOffer((0.9, 0.7, 0.3), True), DepthOffer((0.5, 0.2), True), DepthOffer((0.95, 0.9, 0.85), True)]
 
     def ms_per_token(depths: tuple[int, ...]) -> float:
         tokens = 3 + sum(sum(offer.chances[:depth]) for offer, depth in zip(found, depths, strict=True))
@@ -60,11 +61,11 @@ def test_optional_drafts_take_the_number_that_is_cheapest_for_each_token() -> No
 
 def test_where_every_row_costs_as_much_as_the_first_nothing_is_drafted() -> None:
     dear = Costs({1: 10.0, 16: 160.0}, {1: 1.0, 7: 2.0})
-    assert share_rows([Offer((0.9, 0.8), True)] * 4, [7] * 4, 16, dear) == [0] * 4
+    assert share_rows([DepthOffer((0.9, 0.8), True)] * 4, [7] * 4, 16, dear) == [0] * 4
 
 
 def test_what_further_sequences_add_to_a_draft_keeps_some_of_them_out() -> None:
-    offers = [Offer((0.9, 0.8), True), Offer((0.5, 0.3), True), Offer((0.5, 0.3), True)]
+    offers = [DepthOffer((0.9, 0.8), True), DepthOffer((0.5, 0.3), True), DepthOffer((0.5, 0.3), True)]
     flat = {1: 10.0, 16: 10.0}
     assert share_rows(offers, [7] * 3, 16, Costs(flat, {1: 1.0, 7: 1.0})) == [2, 2, 2]
     assert share_rows(offers, [7] * 3, 16, Costs(flat, {1: 1.0, 7: 1.0}, {1: 9.0, 7: 9.0})) == [2, 0, 0]

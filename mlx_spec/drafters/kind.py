@@ -1,0 +1,87 @@
+"""What the loader needs to know of a kind of drafter: each folder beside this file defines one as ``KIND``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.wiring import Wirings
+from mlx_spec.errors import RequestError
+from mlx_spec.target import Target
+
+# Bits a weight that a head may be quantised to at load; the largest leaves it as it is.
+BITS, GROUP_SIZE = (2, 3, 4, 5, 6, 8, 16), 64
+
+
+@dataclass(frozen=True)
+class DrafterSource:
+    """A drafter's checkpoint.
+
+    place: its folder, or the file that holds an MTP head.
+    name: of the folder or repo, for messages.
+    config: its ``config.json``; where it has none of its own, its target's.
+    model_config: its target's ``config.json``.
+    """
+
+    place: Path
+    name: str
+    config: Mapping[str, Any]
+    model_config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What a user asks of a drafter at load.
+
+    draft_ids: ascending token ids to draft from, None for all.
+    draft_bits: one of BITS, to quantise a head that is not quantised; None for the kind's default.
+    on_cpu: MLX computes on the CPU, where quantised products are slow.
+    """
+
+    draft_ids: Sequence[int] | None = None
+    draft_bits: int | None = None
+    on_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.draft_bits is not None and self.draft_bits not in BITS:
+            raise RequestError(f"draft_bits takes {', '.join(map(str, BITS))}, not {self.draft_bits}.")
+
+    def quantization(self, default: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return how to quantise a head: as asked for, else by ``default``, on a CPU not at all."""
+        if self.draft_bits is None:
+            return None if self.on_cpu else default
+        return None if self.draft_bits == max(BITS) else {"group_size": GROUP_SIZE, "bits": self.draft_bits}
+
+    def refuse_for(self, name: str) -> None:
+        """Raise RequestError for options that only heads have."""
+        for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", self.draft_bits)):
+            if value is not None:
+                raise RequestError(f"{option} is for MTP and EAGLE heads; {name} is used as it is.")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of drafter.
+
+    name: its drafters' name, and what ``--drafter`` takes for the demo's.
+    title: for messages, such as "MTP head".
+    trainer: the module in tools/ that trains one.
+    claims: whether a ``config.json`` alone says that its checkpoint is one of these.
+    matches: whether a checkpoint is one, for a target of so many layers.
+    load: reads a checkpoint and binds it to its target.
+    indexed_files: the files of a repo that hold the drafter, by its ``config.json`` and its index (tensor to
+        file); None where all files are needed.
+    other_wirings: the readings that a checkpoint may mean instead, for a drafter and the target's layers.
+    lies_in_model: whether checkpoints of whole models may hold one.
+    """
+
+    name: str
+    title: str
+    trainer: str
+    claims: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[DrafterSource, int], bool]
+    load: Callable[[DrafterSource, Target, DrafterOptions], Drafter]
+    indexed_files: Callable[[Mapping[str, Any], Mapping[str, str], str], list[str]] | None = None
+    other_wirings: Callable[[Any, int], Wirings] | None = None
+    lies_in_model: bool = False

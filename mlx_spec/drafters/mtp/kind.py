@@ -1,0 +1,43 @@
+"""MTP heads, as the loader sees them: they may be part of a model's checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
+from mlx_spec.drafters.mtp.load import load_mtp, quantization_of
+from mlx_spec.drafters.mtp.source import indexed_files, is_mtp, is_mtp_config, layers_of
+from mlx_spec.drafters.mtp.spec import spec_of
+from mlx_spec.drafters.mtp.wirings import other_wirings
+from mlx_spec.target import Target
+
+
+def load(source: DrafterSource, target: Target, options: DrafterOptions) -> ChainDrafter:
+    """Load a head, quantised like its model unless something else is asked for."""
+    return load_mtp(
+        source.place,
+        target,
+        source.name,
+        model_config=dict(source.model_config),
+        dequantize=options.on_cpu,
+        quantization=options.quantization(quantization_of(source.model_config)),
+        draft_ids=options.draft_ids,
+    )
+
+
+def files(config: Mapping[str, Any], shards: Mapping[str, str], name: str) -> list[str]:
+    """Return the shards of a repo that hold the head."""
+    return indexed_files(shards, spec_of(config, name), layers_of(config))
+
+
+KIND = Kind(
+    name="mtp",
+    title="MTP head",
+    trainer="train_mtp",
+    claims=is_mtp_config,
+    matches=lambda source, target_layers: is_mtp(source.place, source.config, target_layers, source.name),
+    load=load,
+    indexed_files=files,
+    other_wirings=other_wirings,
+    lies_in_model=True,
+)

@@ -1,0 +1,102 @@
+"""What the drafter remembers of each generation: a bounded number of states, the least recently used go first."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
+from mlx_spec.engine.generation import Generation
+from mlx_spec.errors import RequestError
+from mlx_spec.target import Pass
+
+MAX_DRAFTER_STATES = 64
+
+
+class DrafterStates:
+    """The only place that opens, forks, extends, rewinds and frees states of a drafter.
+
+    Without a drafter nothing is remembered, and nothing is drafted.
+    """
+
+    def __init__(self, drafter: Drafter | None, max_states: int = MAX_DRAFTER_STATES) -> None:
+        """Raise RequestError for fewer states than the 16 sequences that one round may have."""
+        if max_states < MAX_VERIFY_ROWS:
+            raise RequestError(f"max_drafter_states must be at least {MAX_VERIFY_ROWS}, not {max_states}.")
+        self.drafter = drafter
+        self.max_states = max_states
+        # The least recently used first.
+        self._used: dict[Generation, None] = {}
+
+    @property
+    def max_draft(self) -> int:
+        """The most tokens of a draft, 0 without a drafter."""
+        return self.drafter.max_draft if self.drafter else 0
+
+    def target_layer_ids(self, generations: Sequence[Generation]) -> tuple[int, ...]:
+        """Return the layers whose states the drafter reads of these generations."""
+        wanted = self.drafter is not None and any(generation.may_draft for generation in generations)
+        return self.drafter.target_layer_ids if self.drafter is not None and wanted else ()
+
+    def propose(self, requests: Sequence[tuple[Generation, int]]) -> list[Draft]:
+        """Draft so many tokens, at least one, for each of these generations, in one draft pass."""
+        if self.drafter is None or not requests:
+            return []
+        return self.drafter.propose(
+            [
+                DraftRequest(generation.drafter_state, generation.tokens[-1], count, generation.rule.sample_draft)
+                for generation, count in requests
+            ]
+        )
+
+    def open(self, generation: Generation, position: int = 0) -> None:
+        """Begin to remember a generation whose rows from ``position`` on will be shown."""
+        if self.drafter is not None and generation.may_draft:
+            generation.drafter_state = self.drafter.open(position)
+            self._use(generation)
+
+    def fork(self, generation: Generation, fork: Generation) -> None:
+        """Remember of a fork what is remembered of its generation."""
+        if generation.drafter_state is not None and fork.may_draft:
+            fork.drafter_state = generation.drafter_state.fork()
+            self._use(fork)
+
+    def extend(self, committed: Sequence[tuple[Generation, Pass, mx.array]]) -> None:
+        """Show the drafter rows that the target committed, with their tokens.
+
+        Of a generation that it remembers nothing of, it begins with these rows.
+        """
+        updates = []
+        for generation, rows, tokens in committed:
+            if self.drafter is None or not generation.may_draft:
+                continue
+            position = generation.sequence.length - tokens.size
+            if generation.drafter_state is None:
+                self.open(generation, position)
+            self._use(generation)
+            updates.append((generation.drafter_state, Committed(position, tokens, rows.aux_hidden_states)))
+        if self.drafter is not None and updates:
+            self.drafter.extend(updates)
+
+    def rewind(self, generation: Generation, position: int) -> None:
+        """Forget what was shown of a generation from ``position`` on."""
+        if self.drafter is not None and generation.drafter_state is not None:
+            self.drafter.rewind(generation.drafter_state, position)
+
+    def forget(self, generation: Generation) -> None:
+        """Free the state of a generation; should it go on, the drafter begins anew there."""
+        self._used.pop(generation, None)
+        if generation.drafter_state is not None:
+            generation.drafter_state.free()
+            generation.drafter_state = None
+
+    def give_up(self, generation: Generation, reason: str) -> None:
+        """Draft no more for a generation, and say why in its statistics."""
+        self.forget(generation)
+        generation.statistics.drafter_failure = reason
+
+    def _use(self, generation: Generation) -> None:
+        self._used.pop(generation, None)
+        self._used[generation] = None
+        if len(self._used) > self.max_states:
+            self.forget(next(iter(self._used)))

@@ -1,0 +1,86 @@
+"""A request in progress, and what a round brought it: plain data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_spec.decoding.accept import AcceptRule
+from mlx_spec.decoding.logprobs import TokenLogprobs
+from mlx_spec.engine.draft_policy import DepthPolicy
+from mlx_spec.engine.request import Request
+from mlx_spec.engine.statistics import Statistics
+from mlx_spec.target import CachedSequence
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request in progress.
+
+    sequence: what the target has cached, all tokens but the last one.
+    rule: how drafts are drawn and judged. policy: how many are drafted.
+    tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
+    statistics: what was done so far.
+    drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
+    finish_reason: None while running, then "stop" or "length".
+    is_closed: its pages were given back.
+    last_turn: the number of the last turn that it had, counted over all generations of the engine.
+    """
+
+    request: Request
+    sequence: CachedSequence
+    rule: AcceptRule
+    policy: DepthPolicy
+    tokens: list[int]
+    statistics: Statistics = field(default_factory=Statistics)
+    drafter_state: Any = None
+    finish_reason: str | None = None
+    is_closed: bool = False
+    last_turn: int = 0
+
+    @property
+    def anchor_position(self) -> int:
+        """Position of the anchor; what the target has cached ends before it."""
+        return len(self.tokens) - 1
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many more tokens the request allows; the context is checked by the engine."""
+        return self.remaining_tokens_of(self.request)
+
+    def remaining_tokens_of(self, request: Request) -> int:
+        """Return how many more tokens another request of the same prompt would allow."""
+        if request.max_tokens < 0:
+            return UNLIMITED
+        return request.max_tokens - (len(self.tokens) - len(self.request.prompt))
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the drafter is asked: the request allows it, and its drafts were finite so far."""
+        return self.request.may_draft and not self.statistics.drafter_failure
+
+    def cut(self, tokens: Sequence[int], context: int) -> tuple[list[int], str | None]:
+        """Return new tokens up to where plain decoding would end in a context of so many positions, and why there."""
+        remaining, left = self.remaining_tokens, context - self.sequence.length
+        for count, token in enumerate(tokens, 1):
+            if token in self.request.eos_token_ids or self.request.is_end(token):
+                return list(tokens[:count]), "stop"
+            if count in (remaining, left):
+                return list(tokens[:count]), "length"
+        return list(tokens), None
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round emitted for a generation.
+
+    tokens: in order. num_from_draft: how many of them were drafted, the first ones.
+    logprobs: of each token, where the request asks for them.
+    error: why there are none, where this generation failed and others of the round did not; it is as before.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    num_from_draft: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: Exception | None = None

@@ -1,0 +1,243 @@
+"""One round: draft, verify, accept, commit. Each step returns what it found; generations change in commit alone.
+
+shares   -> draft  -> [Drafted]      lazy
+         -> verify -> [Verified]     lazy, then the round's one host synchronisation
+         -> accept -> [Accepted]     host numbers
+         -> commit -> {generation: Round}
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.decoding.logprobs import TokenLogprobs
+from mlx_spec.drafters.base import Draft, nothing_drafted
+from mlx_spec.drafters.siblings import with_siblings
+from mlx_spec.drafters.tree import Tree, rows_of_path
+from mlx_spec.engine.drafter_states import DrafterStates
+from mlx_spec.engine.generation import Generation, Round
+from mlx_spec.engine.scheduler import Share
+from mlx_spec.engine.statistics import Statistics
+from mlx_spec.engine.verify import (
+    Drafted,
+    Errors,
+    Verified,
+    for_each,
+    read_outcome,
+    up_to_difference,
+    verify_drafts,
+)
+from mlx_spec.errors import RequestError
+from mlx_spec.target import Pass, Target
+
+# Every so many rounds the device is awaited between draft and verify, to know what each of them takes.
+TIMED_EVERY = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A generation before a round, to which an interrupted round goes back."""
+
+    generation: Generation
+    num_tokens: int
+    statistics: Statistics
+
+    @staticmethod
+    def of(generation: Generation) -> "Snapshot":
+        """Remember what a round may change."""
+        return Snapshot(generation, len(generation.tokens), generation.statistics.copy())
+
+    def restore(self, states: DrafterStates) -> None:
+        """Forget what a round that broke off left of itself."""
+        generation = self.generation
+        del generation.tokens[self.num_tokens :]
+        generation.finish_reason, generation.statistics = None, self.statistics
+        generation.sequence.rewind(generation.anchor_position)
+        states.rewind(generation, generation.anchor_position)
+
+
+@dataclass(frozen=True)
+class VerifiedPass:
+    """A pass that the host has waited for.
+
+    passed: its rows. indices: the number of each generation in it. parts: what it says of their drafts.
+    is_timed: the device was awaited before the pass, too. draft_seconds, seconds: what the host waited for drafts,
+    where it did, and for the pass.
+    """
+
+    passed: Pass
+    indices: dict[Generation, int]
+    parts: list[Verified]
+    is_timed: bool
+    draft_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a generation gets of a pass.
+
+    path: the rows that emit tokens. tokens: what is emitted, up to the end of the text.
+    finish_reason: why the text ends with these tokens, if it does.
+    rows: the rows that become part of the sequence. logprobs: of each token, where they are asked for.
+    """
+
+    drafted: Drafted
+    path: tuple[int, ...]
+    tokens: list[int]
+    finish_reason: str | None
+    rows: Pass
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def generation(self) -> Generation:
+        """Whose round it is."""
+        return self.drafted.generation
+
+    @property
+    def token_ids(self) -> mx.array:
+        """The tokens of ``rows``, int32: the anchor, and all that is emitted but the last."""
+        return rows_of_path(self.drafted.token_ids, self.path[: len(self.tokens)])
+
+
+def run_round(
+    target: Target, states: DrafterStates, shares: Sequence[Share], errors: Errors, answering: bool = False
+) -> dict[Generation, Round]:
+    """Run one pass for these generations, and return what each of them got.
+
+    answering: full logits have the last word, see ``Engine.answer_step``.
+    errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
+    """
+    started = time.perf_counter()
+    drafted = draft(states, shares, errors)
+    if not drafted:
+        return {}
+    verified = verify(target, states, drafted, answering, errors)
+    accepted = accept(target, verified, errors)
+    rounds = commit(target, states, accepted, started)
+    if verified.is_timed and (timed := drafted[0].generation) in rounds:
+        passes = verified.draft_seconds, verified.seconds
+        timed.statistics.count_timed(*passes, time.perf_counter() - started - sum(passes))
+    return rounds
+
+
+def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> list[Drafted]:
+    """Draft for all generations in one draft pass; some may get nothing."""
+    drafting = [share for share in shares if share.depth]
+    proposed = states.propose([(share.generation, share.depth) for share in drafting])
+    drafts = {share.generation: found for share, found in zip(drafting, proposed, strict=True)}
+
+    def of_share(share: Share) -> Drafted:
+        generation = share.generation
+        found = checked(drafts.get(generation, nothing_drafted()), share.max_rows)
+        # Several generations need the rows.
+        if len(shares) == 1:
+            siblings = generation.policy.siblings(len(found.tree.chain) - 1)
+            found = with_siblings(found, siblings, generation.rule.rank_candidates, generation.anchor_position)
+        return Drafted(generation, found, generation.drafter_state is not None)
+
+    return for_each(shares, of_share, errors)
+
+
+def checked(found: Draft, max_rows: int) -> Draft:
+    """Return a draft. Raises RequestError where anchor and drafts are more than ``max_rows``."""
+    if found.tree.num_rows > max_rows:
+        raise RequestError(
+            f"The drafter proposed {found.tree.num_rows - 1} tokens, but beside the anchor this pass has "
+            f"{max_rows - 1} rows for them."
+        )
+    return found
+
+
+def verify(
+    target: Target, states: DrafterStates, drafted: Sequence[Drafted], answering: bool, errors: Errors
+) -> VerifiedPass:
+    """Run the pass over the rows of all generations, judge the drafts, and wait for both."""
+    drafts = [part.draft.tokens for part in drafted if part.draft.tokens.size]
+    is_timed = bool(drafts) and drafted[0].generation.statistics.rounds % TIMED_EVERY == 0
+    draft_seconds = wait(*drafts) if is_timed else 0.0
+    mx.async_eval(*drafts)
+    passed = target.forward(
+        [(part.generation.sequence, part.token_ids) for part in drafted],
+        states.target_layer_ids([part.generation for part in drafted]),
+        paths_of([part.tree for part in drafted]),
+    )
+    parts = verify_drafts(drafted, target.logits(passed.hidden), answering, errors)
+    results = [array for part in parts for array in part.arrays]
+    seconds = wait(*results, *passed.arrays)  # the round's one host synchronisation
+    indices = {part.generation: index for index, part in enumerate(drafted)}
+    return VerifiedPass(passed, indices, parts, is_timed, draft_seconds, seconds)
+
+
+def accept(target: Target, verified: VerifiedPass, errors: Errors) -> list[Accepted]:
+    """Read back what each generation emits, and where it ends."""
+
+    def of_part(part: Verified) -> Accepted:
+        generation = part.generation
+        emitted, path = read_outcome(part)
+        if generation.request.on_verified is not None:
+            rows = [part.drafted.token_ids, part.logits]
+            seen = rows if part.drafted.tree.is_chain else [rows_of_path(x, path) for x in rows]
+            generation.request.on_verified(generation.sequence, *seen)
+        if part.answers is not None:
+            answers = np.array(part.answers)
+            emitted = up_to_difference(emitted, [int(answers[row]) for row in path])
+            path = path[: len(emitted)]
+        tokens, finish_reason = generation.cut(emitted, target.context)
+        return Accepted(
+            part.drafted,
+            path,
+            tokens,
+            finish_reason,
+            verified.passed.path(verified.indices[generation], path[: len(tokens)]),
+            part.logprobs.read(path[: len(tokens)]) if part.logprobs else [],
+        )
+
+    return for_each(verified.parts, of_part, errors)
+
+
+def commit(
+    target: Target, states: DrafterStates, accepted: Sequence[Accepted], started: float
+) -> dict[Generation, Round]:
+    """Make accepted rows part of their sequences, show them to the drafter, and append the emitted tokens."""
+    target.commit_all([(each.generation.sequence, each.rows) for each in accepted])
+    states.extend([(each.generation, each.rows, each.token_ids) for each in accepted])
+    seconds = time.perf_counter() - started
+    return {each.generation: emit(each, seconds, states.drafter is None) for each in accepted}
+
+
+def emit(accepted: Accepted, seconds: float, is_plain: bool) -> Round:
+    """Append committed tokens to their generation, count them, and let its policy learn."""
+    generation, tree = accepted.generation, accepted.drafted.tree
+    generation.tokens.extend(accepted.tokens)
+    generation.finish_reason = accepted.finish_reason
+    from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
+    drafted = len(tree.chain) - 1
+    if accepted.drafted.was_known or is_plain:
+        generation.policy.update(drafted, along_chain, tree.runner_up(accepted.path))
+    generation.statistics.count_round(
+        drafted=drafted,
+        accepted=along_chain,
+        emitted=len(accepted.tokens),
+        siblings=tree.num_rows - 1 - drafted,
+        accepted_siblings=from_draft - along_chain,
+        seconds=seconds,
+    )
+    return Round(accepted.tokens, min(from_draft, len(accepted.tokens)), accepted.logprobs)
+
+
+def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:
+    """Return the path to each row of a pass, or None where no generation's rows branch."""
+    if all(tree.is_chain for tree in trees):
+        return None
+    return [path for tree in trees for path in tree.paths]
+
+
+def wait(*arrays: mx.array) -> float:
+    """Wait until arrays are computed and return the seconds that took."""
+    started = time.perf_counter()
+    mx.eval(*arrays)
+    return time.perf_counter() - started

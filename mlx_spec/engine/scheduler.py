@@ -1,0 +1,119 @@
+"""Who takes part in a round, and with how many rows: host numbers only, no arrays.
+
+A draft is of use only when all drafts before it are accepted, so its chance is a product, and falls along a
+sequence: the best rows of all sequences are always whole beginnings of drafts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.engine.costs import Costs
+from mlx_spec.engine.draft_policy import DepthOffer
+from mlx_spec.engine.generation import Generation
+from mlx_spec.errors import ContextFull
+from mlx_spec.target import CachedSequence, reserve_positions
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a generation gets of a pass: tokens to draft, and the rows that it may have, the anchor's included."""
+
+    generation: Generation
+    depth: int
+    max_rows: int
+
+
+class Scheduler:
+    """Gives turns, and shares the rows of each pass out."""
+
+    def __init__(self, context: int, costs: Costs | None) -> None:
+        """context: positions of the target. costs: this machine's, where they are known."""
+        self._context = context
+        self._costs = costs
+        self._turns = 0
+
+    def next(self, generations: Sequence[Generation]) -> list[Generation]:
+        """Return those whose turn it is: of more than there are rows, those that waited longest."""
+        running = [generation for generation in generations if generation.finish_reason is None]
+        if len(running) > MAX_VERIFY_ROWS:
+            running = sorted(running, key=lambda generation: generation.last_turn)[:MAX_VERIFY_ROWS]
+        for generation in running:
+            self._turns += 1
+            generation.last_turn = self._turns
+        return running
+
+    def shares(self, generations: Sequence[Generation]) -> tuple[list[Share], dict[Generation, Exception]]:
+        """Return what each generation gets, and the errors of those for which there is no page."""
+        positions = reserve_positions([generation.sequence for generation in generations], MAX_VERIFY_ROWS)
+        fits = [(generation, free) for generation, free in zip(generations, positions, strict=True) if free]
+        errors: dict[Generation, Exception] = {
+            generation: out_of_pages(generation.sequence)
+            for generation, free in zip(generations, positions, strict=True)
+            if not free
+        }
+        limits = [self._max_depth(generation, free) for generation, free in fits]
+        if len(fits) == 1:
+            generation, free = fits[0]
+            return [Share(generation, min(generation.policy.depth(), limits[0]), free)], errors
+        depths = share_rows([g.policy.offer() for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs)
+        return [Share(g, depth, depth + 1) for (g, _), depth in zip(fits, depths, strict=True)], errors
+
+    def _max_depth(self, generation: Generation, free_positions: int) -> int:
+        """Return how deep may be drafted where so many positions are free in the pool."""
+        if generation.drafter_state is None:
+            return 0
+        # A round of depth k emits up to k + 1 tokens and caches up to k + 1 positions.
+        positions = min(self._context - generation.sequence.length, free_positions)
+        return max(0, min(generation.remaining_tokens, positions) - 1)
+
+
+def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:
+    """Return how many tokens to draft for each sequence of a pass of up to ``rows`` rows.
+
+    limits: the largest depth of each. Every sequence has a row of its own for its anchor. Drafts that are asked for
+    come first; then those that may be left out, as many as make the pass cheapest for each expected token by
+    ``costs``; without costs, all that fit.
+    """
+    sequences = len(offers)
+    asked, further = ranked(offers, limits, optional=False), ranked(offers, limits, optional=True)
+    asked = asked[: rows - sequences]
+    further = further[: rows - sequences - len(asked)]
+
+    def depths(count: int) -> list[int]:
+        taken = Counter(sequence for _, sequence in asked + further[:count])
+        return [taken[sequence] for sequence in range(sequences)]
+
+    def ms_per_token(count: int) -> float:
+        assert costs is not None
+        tokens = sequences + sum(chance for chance, _ in asked + further[:count])
+        # One draft pass serves all, as deep as the deepest of them.
+        drafted = [depth for depth in depths(count) if depth]
+        drafting = costs.draft_ms(max(drafted, default=0), len(drafted))
+        return (drafting + costs.verify_ms(sequences + len(asked) + count)) / tokens
+
+    return depths(len(further) if costs is None else min(range(len(further) + 1), key=ms_per_token))
+
+
+def ranked(offers: Sequence[DepthOffer], limits: Sequence[int], optional: bool) -> list[tuple[float, int]]:
+    """Return (chance, sequence) of the drafts offered, the best first; of equals, the first of each."""
+    found = [
+        (-chance, depth, sequence)
+        for sequence, offer in enumerate(offers)
+        if offer.optional == optional
+        for depth, chance in enumerate(offer.chances[: limits[sequence]])
+    ]
+    return [(-chance, sequence) for chance, _, sequence in sorted(found)]
+
+
+def out_of_pages(sequence: CachedSequence) -> ContextFull:
+    """Return the error of a sequence that has no page for one more position."""
+    try:
+        sequence.require(1)
+    except ContextFull as error:
+        return error
+    return ContextFull(
+        f"Other sequences of this round take the last of {sequence.pool.max_pages} KV pages; "
+        "close a sequence or load the model with a larger max_cached_tokens."
+    )
