@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         draft_vocab=args.draft_vocab if drafter else None,
         draft_bits=args.draft_bits if drafter else None,
         exact=args.exact == "on",
-        max_cached_tokens=args.max_cached_tokens,
+        max_cached_tokens=args.max_kv_size,
         progress=sys.stderr.isatty(),
     )
     for token in args.extra_eos_token:

@@ -53,6 +53,8 @@ class Scheduler:
             for generation, free in zip(generations, positions, strict=True)
             if not free
         }
+        if not fits:
+            return [], errors
         limits = [self._max_depth(generation, free) for generation, free in fits]
         if len(fits) == 1:
             generation, free = fits[0]

@@ -146,9 +146,9 @@ def test_a_drafter_may_walk_on_the_host(choose: str, quantised: bool, tmp_path: 
     drafter = load(tmp_path, selector_rank=32)
     if quantised:
         nn.quantize(drafter.model.candidate_selector, group_size=32, bits=4)
-    in_graph = propose(drafter, sample_draft=CHOOSERS[choose])
+    in_graph = propose(drafter, choose=CHOOSERS[choose])
     drafter.walk = walk_on_host
-    on_host = propose(drafter, sample_draft=CHOOSERS[choose])
+    on_host = propose(drafter, choose=CHOOSERS[choose])
     assert in_graph.tokens.tolist() == on_host.tokens.tolist()
     if choose == "sampled":
         np.testing.assert_allclose(

@@ -232,7 +232,7 @@ def test_quantised_heads(bits: int, tmp_path: Path) -> None:
     assert (
         candidates(load_eagle(folder, target(), "at load", dequantize=True, quantization=quantization)) == unpacked
     )
-    rows = load_eagle(folder, target(), "at load", quantization=quantization).rows
+    rows = load_eagle(folder, target(), "at load", quantization=quantization).forward
     assert rows.attention.output.quantization is not None and rows.attention.output.quantization.bits == bits
 
 

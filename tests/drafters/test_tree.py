@@ -121,7 +121,7 @@ def test_leaves_are_the_next_candidates_by_each_rules_own_order() -> None:
         chosen = [rule.sample_draft(POSITION + i, ids[i], scores[i]) for i in range(2)]
         drawn = None if chosen[0][1] is None else mx.stack([p for _, p in chosen if p is not None])
         chain = Draft(mx.stack([token for token, _ in chosen]).astype(mx.int32), ids, drawn, {}, scores)
-        tree = with_siblings(chain, (1, 2), rule.rank_candidates, POSITION)
+        tree = with_siblings(chain, (1, 2), rule.rank_candidates, POSITION - 1)
         order = [
             np.array(ids[i])[np.argsort(-np.array(rule.rank_candidates(POSITION + i, ids[i], scores[i])))].tolist()
             for i in range(2)
@@ -132,10 +132,10 @@ def test_leaves_are_the_next_candidates_by_each_rules_own_order() -> None:
         if drawn is not None and tree.probabilities is not None:
             assert tree.probabilities.tolist() == [drawn.tolist()[i] for i in (0, 1, 0, 1, 1)]
     # There are no more siblings than candidates, and none without scores.
-    assert with_siblings(chain, (9, 0), rule.rank_candidates, POSITION).parents == (0, 1, 0, 0, 0)
-    assert with_siblings(chain, (0, 0), rule.rank_candidates, POSITION) is chain
+    assert with_siblings(chain, (9, 0), rule.rank_candidates, POSITION - 1).parents == (0, 1, 0, 0, 0)
+    assert with_siblings(chain, (0, 0), rule.rank_candidates, POSITION - 1) is chain
     alone = Draft(chain.tokens, ids)
-    assert with_siblings(alone, (1, 1), Greedy().rank, POSITION) is alone
+    assert with_siblings(alone, (1, 1), Greedy().rank_candidates, POSITION - 1) is alone
 
 
 def test_each_row_is_processed_with_the_history_of_its_path() -> None:
@@ -230,7 +230,7 @@ def test_recurrent_layers_take_no_trees(family: str) -> None:
     rows = target.forward([(target.open(), mx.array([1, 2, 3]))])
     with pytest.raises(RequestError, match="has recurrent layers, which step through rows in one order"):
         target.forward([(target.open(), mx.array([1, 2, 3]))], paths=tree_of((0, 0)).paths)
-    with pytest.raises(PositionError, match=r"in order, not behind \[0, 2\]"):
+    with pytest.raises(PositionError, match=r"in order, not after \[0, 2\]"):
         rows.path(0, (0, 2))
     assert mx.array_equal(rows.path(0, (0, 1)).kv, rows.kv[:2])
 

@@ -151,7 +151,7 @@ def test_the_key_names_what_runs(target: Target, monkeypatch: pytest.MonkeyPatch
     with launching(EMULATED):
         keys.append(store.key(target))
     keys.append(store.key(target, "more"))
-    monkeypatch.setattr(mlx_spec.measure.costs, "code_digest", lambda: "another")
+    monkeypatch.setattr(mlx_spec.measure.store, "code_digest", lambda: "another")
     keys.append(store.key(target))
     assert len(set(keys)) == len(keys)
 
