@@ -1,13 +1,13 @@
 // body
 // One simdgroup. K drafts, K + 1 choices; SIZE0 .. SIZE3 entries of the flags, 0 where a flag is not there, FLAGS of
-// which are; with HAS_ROWS a flag of each row, of which those that stand count.
+// which are; with HAS_ROWS a flag of each row, of which those of the anchor and of accepted drafts count.
 const int lane = thread_index_in_threadgroup;
-int stands = K;
+int accepted = K;
 for (int i = lane; i < K; i += 32) {
   outcome[i] = drafts[i];
-  if (drafts[i] != choices[i]) stands = metal::min(stands, i);
+  if (drafts[i] != choices[i]) accepted = metal::min(accepted, i);
 }
-const int count = metal::simd_min(stands);
+const int count = metal::simd_min(accepted);
 if (lane == 0) {
   outcome[K] = count;
   outcome[K + 1] = choices[count];

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 
 MAX_FLAGS = 4
 KERNEL = Kernel(
@@ -21,11 +21,14 @@ def accept_rows(
 ) -> mx.array:
     """Accept drafts as long as each equals the target's own choice.
 
-    drafts: [k] int32, k >= 0; choices: [k + 1] int32, what the target chooses in place of each draft and behind
-    the last. flags: up to four bool arrays of any shape. rows: bool [k + 1], a flag of the anchor and each draft.
-    Returns [k + 2 + len(flags)] int32: the drafts, how many of them stand, the target's choice behind those, and
-    for each flag whether all its entries are true; with ``rows`` one more: whether those of the anchor and of the
-    drafts that stand are. Raises ValueError for other shapes and dtypes.
+    drafts: [k] int32, k >= 0.
+    choices: [k + 1] int32, what the target chooses in place of each draft and after the last.
+    flags: up to four bool arrays of any shape but an empty one.
+    rows: bool [k + 1], a flag of the anchor and of each draft.
+
+    Returns [k + 2 + len(flags)] int32: the drafts, how many of them are accepted, the target's choice after those,
+    and for each flag whether all its entries are true; with ``rows`` one more: whether those of the anchor and of
+    the accepted drafts are. Raises ValueError for other shapes and dtypes.
     """
     k = drafts.size
     if drafts.shape != (k,) or choices.shape != (k + 1,) or {drafts.dtype, choices.dtype} != {mx.int32}:
@@ -48,8 +51,8 @@ def reference_accept_rows(
     drafts: mx.array, choices: mx.array, flags: Sequence[mx.array] = (), rows: mx.array | None = None
 ) -> mx.array:
     """Do the same in MLX's operations."""
-    stands = mx.cumprod((drafts == choices[:-1]).astype(mx.int32)) if drafts.size else drafts
-    count = mx.sum(stands).astype(mx.int32)
+    accepted = mx.cumprod((drafts == choices[:-1]).astype(mx.int32)) if drafts.size else drafts
+    count = mx.sum(accepted).astype(mx.int32)
     if rows is not None:
         flags = [*flags, rows | (mx.arange(rows.size) > count)]
     good = [mx.all(flag).astype(mx.int32)[None] for flag in flags]

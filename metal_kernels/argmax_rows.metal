@@ -5,7 +5,7 @@ METAL_FUNC uint magnitude(float x) { return as_type<uint>(x) & 0x7fffffffu; }
 
 // body
 // A threadgroup finds the best entry of one slice of a row: of logits in the first launch, of what the slices found
-// in the second. COUNT entries a row, EACH a thread. The id -1 stands for a slice that holds NaN.
+// in the second. COUNT entries a row, EACH a thread. The id -1 means a slice that holds NaN.
 constexpr uint INFINITE = 0x7f800000u;
 constexpr int SIMDGROUPS = THREADS / 32;
 threadgroup float group_values[SIMDGROUPS];

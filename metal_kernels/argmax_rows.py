@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 
 KERNEL = Kernel("argmax_rows", inputs=("values", "ids", "flags"), outputs=("best", "choices", "finite"))
 THREADS, EACH = 256, 32
@@ -13,7 +13,9 @@ NO_IDS, NO_FLAGS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.bool_
 def argmax_rows(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Find the largest entry of each row, the lowest index among equals.
 
-    logits: [R, V] in bfloat16, float16 or float32. Returns (choices [R] int32, finite [R] bool).
+    logits: [R, V] in bfloat16, float16 or float32, R and V at least 1.
+
+    Returns (choices [R] int32, finite [R] bool).
     A row that holds NaN has no largest entry: its choice is -1. ``finite`` is false where a row holds NaN or an
     infinity of either sign. Raises ValueError for other shapes.
     """

@@ -7,22 +7,22 @@ int sequence = 0;
 while (starts[sequence + 1] <= row) sequence++;
 const int start = starts[sequence], count = starts[sequence + 1] - start, length = lengths[sequence];
 
-const int behind =
-    row_behind<HAS_PATHS, IS_BLOCK>(paths + start * paths_stride, paths_stride, row - start, count, lane);
-const int position = position_of<IS_BLOCK>(length, row - start, behind);
+const int seen =
+    row_seen_at<HAS_PATHS, IS_BLOCK>(paths + start * paths_stride, paths_stride, row - start, count, lane);
+const int position = position_of<IS_BLOCK>(length, row - start, seen);
 const int oldest = IS_BLOCK ? metal::min(position - window + 1, length) : position - window + 1;
 const int first = split_of(metal::max(oldest, 0)), last = split_of(IS_BLOCK ? length + count - 1 : position);
 
 const int index = int(threadgroup_position_in_grid.x) * splits;
-float most = HAS_SINKS ? float(sinks[head]) : lowest_score();
-for (int split = first + lane; split <= last; split += 32) most = metal::max(most, weights[2 * (index + split)]);
-most = metal::simd_max(most);
+float highest = HAS_SINKS ? float(sinks[head]) : lowest_score();
+for (int split = first + lane; split <= last; split += 32) highest = metal::max(highest, weights[2 * (index + split)]);
+highest = metal::simd_max(highest);
 
-float weight = HAS_SINKS ? metal::precise::exp(float(sinks[head]) - most) : 0.0f;
+float weight = HAS_SINKS ? metal::precise::exp(float(sinks[head]) - highest) : 0.0f;
 float sum = 0.0f;
 for (int from = first; from <= last; from += 32) {
   const int split = from + lane, count = metal::min(last + 1 - from, 32);
-  const float factor = lane < count ? metal::precise::exp(weights[2 * (index + split)] - most) : 0.0f;
+  const float factor = lane < count ? metal::precise::exp(weights[2 * (index + split)] - highest) : 0.0f;
   const float part = lane < count ? weights[2 * (index + split) + 1] : 0.0f;
   for (int i = 0; i < count; i++) {
     const float scale = metal::simd_shuffle(factor, ushort(i));

@@ -3,11 +3,11 @@
 // Keys go in tiles of 32: key number i * KEYS + side of a tile belongs to the lanes of `side`, and its score ends
 // in the lane that is number i among them.
 
-METAL_FUNC void unpack(uint word, float, thread float* to) { to[0] = as_type<float>(word); }
+METAL_FUNC void split_word(uint word, float, thread float* to) { to[0] = as_type<float>(word); }
 
 // Types of two bytes.
 template <typename T>
-METAL_FUNC void unpack(uint word, T, thread float* to) {
+METAL_FUNC void split_word(uint word, T, thread float* to) {
   to[0] = float(as_type<T>(ushort(word & 0xffffu)));
   to[1] = float(as_type<T>(ushort(word >> 16)));
 }
@@ -19,21 +19,21 @@ METAL_FUNC void read_numbers(P from, thread float* to) {
 #pragma unroll
     for (int i = 0; i < SIZE; i += 4 * EACH) {
       const uint4 words = *(const device uint4*)(from + i);
-      unpack(words.x, T(0.0f), to + i);
-      unpack(words.y, T(0.0f), to + i + EACH);
-      unpack(words.z, T(0.0f), to + i + 2 * EACH);
-      unpack(words.w, T(0.0f), to + i + 3 * EACH);
+      split_word(words.x, T(0.0f), to + i);
+      split_word(words.y, T(0.0f), to + i + EACH);
+      split_word(words.z, T(0.0f), to + i + 2 * EACH);
+      split_word(words.w, T(0.0f), to + i + 3 * EACH);
     }
   } else if (WORDS % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < SIZE; i += 2 * EACH) {
       const uint2 words = *(const device uint2*)(from + i);
-      unpack(words.x, T(0.0f), to + i);
-      unpack(words.y, T(0.0f), to + i + EACH);
+      split_word(words.x, T(0.0f), to + i);
+      split_word(words.y, T(0.0f), to + i + EACH);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < SIZE; i += EACH) unpack(*(const device uint*)(from + i), T(0.0f), to + i);
+    for (int i = 0; i < SIZE; i += EACH) split_word(*(const device uint*)(from + i), T(0.0f), to + i);
   }
 }
 
@@ -41,10 +41,10 @@ template <int SIZE>
 struct Query {
   float numbers[SIZE];  // scaled
   float sum[SIZE];      // of weighted values, over the keys of this lane's side
-  float most;           // the highest score
-  float weight;         // sum of exp(score - most) over the keys whose scores this lane held
+  float highest;        // the highest score
+  float weight;         // sum of exp(score - highest) over the keys whose scores this lane held
   int row, position;
-  int behind;           // see row_behind
+  int seen;             // see row_seen_at
 };
 
 template <int SIZE>
@@ -61,18 +61,18 @@ METAL_FUNC float fold(float a, float b, int lane, int mask) {
   return (upper ? b : a) + metal::simd_shuffle_xor(upper ? a : b, ushort(mask));
 }
 
-// Finds a key or value at a position: cached, or the row that `behind` names in the lane of its distance behind what
-// is cached. A position that no row has gets the cached place, which may be read. All lanes must call it.
+// Finds a key or value at a position: cached, or the row that `seen` names in the lane of its distance from the end
+// of what is cached. A position that no row has gets the cached place, which may be read. All lanes must call it.
 template <int ROW_STRIDE, typename P>
-METAL_FUNC P locate(P cached, P rows, int position, int length, int behind) {
-  int row = metal::simd_shuffle(behind, ushort(metal::min(metal::max(position - length, 0), 31)));
+METAL_FUNC P locate(P cached, P rows, int position, int length, int seen) {
+  int row = metal::simd_shuffle(seen, ushort(metal::min(metal::max(position - length, 0), 31)));
   return position < length || row < 0 ? cached : rows + row * ROW_STRIDE;
 }
 
 // Whether a query sees a position. All lanes must call it.
 template <int SIZE>
 METAL_FUNC bool sees(thread const Query<SIZE>& query, int position, int length, int window) {
-  int row = metal::simd_shuffle(query.behind, ushort(metal::min(metal::max(position - length, 0), 31)));
+  int row = metal::simd_shuffle(query.seen, ushort(metal::min(metal::max(position - length, 0), 31)));
   return position < length ? query.position - position < window : row >= 0;
 }
 
@@ -99,8 +99,8 @@ METAL_FUNC void attend_tile(
       // Only the rows of a tree find different keys at one position.
       if (m == 0 || (IS_MIXED && HAS_PATHS && queries[m].row != queries[m - 1].row)) {
         P from = cached + i * KEYS * SLOT_STRIDE;
-        const int behind = HAS_PATHS ? queries[m].behind : every_row;
-        if (IS_MIXED) from = locate<ROW_STRIDE>(from, keys, first + i * KEYS, length, behind);
+        const int seen = HAS_PATHS ? queries[m].seen : every_row;
+        if (IS_MIXED) from = locate<ROW_STRIDE>(from, keys, first + i * KEYS, length, seen);
         read_numbers<T, SIZE>(from, numbers);
       }
       float part = dot<SIZE>(queries[m].numbers, numbers);
@@ -117,12 +117,12 @@ METAL_FUNC void attend_tile(
     const bool is_seen = !IS_MIXED || sees(queries[m], first + lane % LANES * KEYS, length, window);
     // Adding 0 keeps the product out of the fused multiply-add that a compiler may make of the subtraction below.
     if (softcap > 0.0f) score = metal::fma(softcap, metal::precise::tanh(score / softcap), 0.0f);
-    const float before = queries[m].most;
-    const float most = metal::max(before, metal::simd_max(is_seen ? score : lowest_score()));
+    const float before = queries[m].highest;
+    const float highest = metal::max(before, metal::simd_max(is_seen ? score : lowest_score()));
     // Exactly 1 and 0 where the tile brings nothing: the query keeps its bits.
-    const float factor = before == most ? 1.0f : metal::precise::exp(before - most);
-    weights[m] = is_seen ? metal::precise::exp(score - most) : 0.0f;
-    queries[m].most = most;
+    const float factor = before == highest ? 1.0f : metal::precise::exp(before - highest);
+    weights[m] = is_seen ? metal::precise::exp(score - highest) : 0.0f;
+    queries[m].highest = highest;
     queries[m].weight = metal::fma(queries[m].weight, factor, weights[m]);
 #pragma unroll
     for (int e = 0; e < SIZE; e++) queries[m].sum[e] *= factor;
@@ -134,8 +134,8 @@ METAL_FUNC void attend_tile(
     for (int m = 0; m < VECTORS; m++) {
       if (m == 0 || (IS_MIXED && HAS_PATHS && queries[m].row != queries[m - 1].row)) {
         P from = cached + VALUE_STRIDE + i * KEYS * SLOT_STRIDE;
-        const int behind = HAS_PATHS ? queries[m].behind : every_row;
-        if (IS_MIXED) from = locate<ROW_STRIDE>(from, values, first + i * KEYS, length, behind);
+        const int seen = HAS_PATHS ? queries[m].seen : every_row;
+        if (IS_MIXED) from = locate<ROW_STRIDE>(from, values, first + i * KEYS, length, seen);
         read_numbers<T, SIZE>(from, numbers);
       }
       const float weight = metal::simd_shuffle(weights[m], ushort(lane / LANES * LANES + i));
@@ -176,12 +176,12 @@ for (int m = 0; m < VECTORS; m++) {
     query[m].numbers[e] *= settings[0];
     query[m].sum[e] = 0.0f;
   }
-  query[m].most = lowest_score();
+  query[m].highest = lowest_score();
   query[m].weight = 0.0f;
   query[m].row = row;
-  const int behind = row_behind<HAS_PATHS, IS_BLOCK>(paths + start * paths_stride, paths_stride, row, count, lane);
-  query[m].position = position_of<IS_BLOCK>(length, row, behind);
-  query[m].behind = IS_BLOCK || query[m].position - (length + lane) < window ? behind : -1;
+  const int seen = row_seen_at<HAS_PATHS, IS_BLOCK>(paths + start * paths_stride, paths_stride, row, count, lane);
+  query[m].position = position_of<IS_BLOCK>(length, row, seen);
+  query[m].seen = IS_BLOCK || query[m].position - (length + lane) < window ? seen : -1;
 }
 
 const int offset = head * D + part * SIZE;
@@ -209,7 +209,7 @@ for (int m = 0; m < VECTORS; m++) {
   const int index = ((start + number / GROUP) * H + head * GROUP + number % GROUP) * splits + split;
   const float weight = metal::simd_sum(query[m].weight);
   if (lane == 0) {
-    weights[2 * index] = query[m].most;
+    weights[2 * index] = query[m].highest;
     weights[2 * index + 1] = weight;
   }
 #pragma unroll

@@ -5,9 +5,10 @@ from math import prod
 
 import mlx.core as mx
 
-from metal_kernels.constants import floats, ints
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.constants import floats, ints
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
+from metal_kernels.limits import MAX_VERIFY_ROWS
 
 KERNEL = Kernel(
     "attention_rows",
@@ -25,16 +26,15 @@ KERNEL = Kernel(
         "settings",
     ),
     outputs=("partials", "weights"),
-    includes=("attention_splits.metal",),
+    includes=("_attention_splits.h",),
     scratch=("partials", "weights"),
 )
 COMBINE = Kernel(
     "attention_combine",
     inputs=("partials", "weights", "lengths", "starts", "paths", "sinks", "place", "sizes"),
     outputs=("out",),
-    includes=("attention_splits.metal",),
+    includes=("_attention_splits.h",),
 )
-MAX_VERIFY_ROWS = 16
 # Of the kernel: simdgroups of a threadgroup, keys of a tile.
 SIMDGROUPS, TILE = 8, 32
 NO_WINDOW = 2**31 - 1
@@ -45,9 +45,10 @@ class Cached:
     """What the S sequences of a pass hold, and how many of its rows belong to each.
 
     pages: int32 [S, P]. The first ceil(length / slots) of a sequence's entries are its pages; no others are read.
-    lengths: int32 [S], positions held. counts: rows of each sequence; they stand one sequence behind another.
-    starts: int32 [S + 1], the first row of each sequence, then R. With it, counts are the most that a sequence may
-    have, so that one graph serves however the rows are shared out; only the kernel takes that, for S > 1.
+    lengths: int32 [S], positions held.
+    counts: rows of each sequence; all rows of one sequence come before those of the next.
+    starts: int32 [S + 1], the first row of each sequence, then R. With it, counts are upper bounds, so that one
+        graph serves however the rows are shared out; only the kernel takes that, for S > 1.
     """
 
     pages: mx.array
@@ -111,18 +112,25 @@ def attention_rows(
 ) -> mx.array:
     """Attend from the rows of all sequences of a pass to what is cached before them and to each other.
 
-    queries: [R, H, D], keys and values: [R, KV, D], all with position encoding applied; H is a multiple of KV.
-    pool: [pages, layers, 2, slots, KV, D].
-    Row i of a sequence stands at position length + i. It sees the positions up to its own, at most ``window`` of
-    them: a key at position p is seen from q when p <= q and q - p < window.
+    Row i of a sequence has the position length + i and sees the positions up to its own.
+
+    queries: [R, H, D] in bfloat16, float16 or float32, with position encoding applied; H is a multiple of KV.
+    keys, values: [R, KV, D] in the same dtype, keys with position encoding applied.
+    pool: [pages, layers, 2, slots, KV, D] in the same dtype, keys before values.
+    layer: which of the pool's layers is read.
+    cached: the pages of each sequence and its number of rows.
+    scale: factor on scores.
+    window: how many positions a row sees: a key at position p is seen from q when p <= q and q - p < window.
+    softcap: scores s become softcap * tanh(s / softcap).
+    sinks: [H], one score more a head, which has no value.
     paths: int32 [R, R], for trees. paths[i] lists the rows from a root to row i, numbered within their sequence,
-    then -1 up to the end. Row i sees them at the positions length, length + 1, ... and stands at the last one.
-    block: every row of a sequence sees all of its rows, and what is cached by the window.
-    softcap: scores s become softcap * tanh(s / softcap). sinks: [H], one score more a head, which has no value.
+        then -1 up to the end. Row i sees them at the positions length, length + 1, ... and has the last of these.
+    block: every row of a sequence sees all of its rows, and of what is cached the window.
 
     Returns [R, H, D] in the dtype of the queries. In sequences of up to 16 rows the kernel gives a row the same
-    bits whatever rows stand beside it, whichever of its keys are cached, and wherever their pages lie: positions
-    are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's attention.
+    bits whatever other rows the pass has, whichever of its keys are cached, and wherever their pages lie:
+    positions are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's
+    attention.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     call = Call(queries, keys, values, pool, layer, cached, View(scale, window, softcap, sinks, block), paths)
@@ -156,7 +164,7 @@ def reference_attention_rows(
 
 
 def split_of(position: int) -> int:
-    """Return the number of the split that holds a position; the same function as in attention_splits.metal."""
+    """Return the number of the split that holds a position; the same function as in _attention_splits.h."""
     unit = position // 64
     level = min((unit // 32 + 1).bit_length() - 1, 3)
     return 32 * level + (unit - 32 * (2**level - 1)) // 2**level
@@ -219,7 +227,7 @@ def _path_by_path(call: Call, paths: mx.array) -> mx.array:
     """Attend from each row of a tree as from the last row of a chain: what is on its path."""
     outputs = []
     for row in range(call.queries.shape[0]):
-        # Behind the path's end lie copies of its first row, which the row does not see.
+        # After the path's end come copies of its first row, which the row does not see.
         path, depth = mx.maximum(paths[row], 0), mx.sum(paths[row] >= 0) - 1
         one = replace(
             call, queries=call.queries[row : row + 1], keys=call.keys[path], values=call.values[path], paths=None
@@ -231,9 +239,9 @@ def _path_by_path(call: Call, paths: mx.array) -> mx.array:
 def _composed(call: Call, depth: mx.array | None = None) -> mx.array:
     """Attend from the rows of one sequence by MLX's operations; with ``depth`` from one row, which is at that key.
 
-    Keys stand at the index of their position and the key axis is padded to whole pages, so on a CPU a row is
-    reduced in the same order whatever rows stand beside it or are cached behind it. In a tree not all keys can, so
-    there each row is a pass of its own.
+    Every key is at the index of its position and the key axis is padded to whole pages, so on a CPU a row is
+    reduced in the same order whatever other rows there are and however many follow it. In a tree not every key can
+    be, so there each row is a pass of its own.
     """
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     if call.paths is not None and is_cpu:
@@ -285,7 +293,7 @@ def _attend(queries: mx.array, keys: mx.array, values: mx.array, visible: mx.arr
 
 
 def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, paths: mx.array | None) -> mx.array:
-    """Return [R, N]: which keys, the rows of the pass laid out behind the cached ones, each row sees."""
+    """Return [R, N]: which keys, those of the pass laid out after the cached ones, each row sees."""
     count = row_at.size
     if paths is not None:
         steps = mx.arange(count)
@@ -293,8 +301,8 @@ def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, p
         if view.window is not None:
             paths = mx.where(row_at[:, None] - (length + steps) < view.window, paths, -1)
         sees_row = mx.any(paths[:, :, None] == steps, axis=1)
-        behind = key_at - length
-        sees_new = sees_row[:, mx.clip(behind, 0, count - 1)] & (behind < count)
+        index = key_at - length
+        sees_new = sees_row[:, mx.clip(index, 0, count - 1)] & (index < count)
     elif view.block:
         sees_new = key_at < length + count
     else:
@@ -350,7 +358,8 @@ def _check_cached(cached: Cached, rows: int) -> None:
             )
         if implementation() != "native" or not 1 <= max(cached.counts) <= MAX_VERIFY_ROWS:
             raise ValueError(
-                f"Only the kernel takes starts, for 1 to {MAX_VERIFY_ROWS} rows of a sequence, not {cached.counts}."
+                f"Only the kernel takes starts, for 1 to {MAX_VERIFY_ROWS} rows of a sequence, "
+                f"not {cached.counts}."
             )
     elif min(cached.counts, default=0) < 1 or sum(cached.counts) != rows:
         raise ValueError(f"Counts of at least 1 must add up to the {rows} rows, not {cached.counts}.")

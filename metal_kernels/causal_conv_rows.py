@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 from metal_kernels.row_spans import RowSpans
 
-STEP = ("causal_conv_step.metal",)
+STEP = ("_causal_conv_step.h",)
 PLACES = ("state", "slots", "first", "count")
 HEADS = ("q", "k", "v")
 KERNEL = Kernel("causal_conv_rows", inputs=("x", "weight", *PLACES), outputs=HEADS, includes=STEP)
@@ -33,7 +33,7 @@ ADVANCE = Kernel(
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 LARGEST_HEAD = 256
 EPSILON = 1e-6
-# SIMDGROUPS of causal_conv_step.metal.
+# SIMDGROUPS of _causal_conv_step.h.
 SIMDGROUPS = 4
 
 
@@ -76,16 +76,19 @@ def causal_conv_rows(
     spans: RowSpans | None = None,
     slots: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return q [R, Hk, Dk] and k [R, Hk, Dk], normalised, and v [R, Hv, Dv] in the dtype of x.
+    """Convolve the channels of each row, and normalise q and k; one launch.
 
-    x: [R, N], float32, float16 or bfloat16; its C channels begin at ``column``, so it may hold other projections
-    beside them. state: [P, W - 1, C] in the dtype of x, oldest input first; ``slots``, int32 [S], says which of
-    the P states each sequence starts from (that of its own number where not given). weight: [C, W], W from 2 on.
-    spans: the rows of each sequence, at most 32; every row belongs to one. Without it all rows are one sequence.
-    Dk, Dv: multiples of 32 up to 256.
+    x: [R, N], float32, float16 or bfloat16; it may hold other projections besides the C channels.
+    state: [P, W - 1, C] in the dtype of x, oldest input first; it is only read.
+    weight: [C, W], float32, float16 or bfloat16, W from 2 on.
+    heads: what the channels are; Dk and Dv are multiples of 32 up to 256.
+    column: where the channels begin in x.
+    spans: the rows of each sequence, at most 32; every row belongs to one. None: all rows are one sequence.
+    slots: int32 [S], which of the P states each sequence starts from. None: that of its own number.
 
-    A row's bits depend on the inputs under its taps only. One launch. Raises ValueError for other shapes and
-    dtypes; ``spans`` and ``slots`` are on the device: what they hold is not checked.
+    Returns q [R, Hk, Dk] and k [R, Hk, Dk], normalised, and v [R, Hv, Dv] in the dtype of x. A row's bits depend
+    on the inputs under its taps only. Raises ValueError for other shapes and dtypes; ``spans`` and ``slots`` are
+    on the device: what they hold is not checked.
     """
     spans = spans or RowSpans.all_rows(x.shape[0])
     _require(x, state, heads, column, spans, slots)
@@ -107,10 +110,12 @@ def causal_conv_replay(
     column: int = 0,
     slots: mx.array | None = None,
 ) -> mx.array:
-    """Return the last W - 1 inputs of each sequence behind its first accepted rows: [S, W - 1, C].
+    """Return the last W - 1 inputs of each sequence after its first accepted rows, in one launch.
 
-    x: that of a pass. accepted: the first row of each sequence in it, and how many of its rows were accepted, 0
-    included. state, column, slots: those of the pass. One launch. Raises ValueError as ``causal_conv_rows`` does.
+    x, state, heads, column, slots: those of the pass.
+    accepted: the first row of each sequence in x, and how many of its rows were accepted, 0 included.
+
+    Returns [S, W - 1, C] in the dtype of x. Raises ValueError as ``causal_conv_rows`` does.
     """
     _require(x, state, heads, column, accepted, slots)
     if implementation() == "native":
@@ -137,8 +142,9 @@ def causal_conv_advance(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Replay the accepted rows of the pass before, then run a pass from there, in one launch.
 
-    old_x, accepted, state, slots: as for ``causal_conv_replay``; the sequences of ``accepted`` are those of
-    ``spans``, so a forked one names its parent's rows and slot. x, weight, spans: as for ``causal_conv_rows``.
+    x, weight, heads, column, spans: as for ``causal_conv_rows``.
+    old_x, accepted, state, slots: as for ``causal_conv_replay``; old_x has the width of x. The sequences of
+        ``accepted`` are those of ``spans``, so a forked one names its parent's rows and slot.
 
     Returns q, k, v and the states before the new rows [S, W - 1, C]: the bits of the two functions one after the
     other. Raises ValueError as they do.

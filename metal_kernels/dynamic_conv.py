@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 
 KERNEL = Kernel("dynamic_conv", inputs=("x", "base", "dynamic", "residual"), outputs=("out",))
 THREADS = 256
@@ -20,9 +20,12 @@ def dynamic_conv(
 
     out[i, c] = residual[i, c] + sum over t <= i of (base[t, c] + dynamic[i, t, group(c)]) * x[i - t, c]
 
-    x: [..., B, H] with B the rows of one block, base: [T, H], dynamic: [..., B, T, G] with H a multiple of G,
-    residual: like x, 0 if it is left out. With a ``side``, base is [S, T, H] and dynamic [..., B, S, T, G], and
-    that one of the S kernels is applied: cutting it out first would copy it.
+    x: [..., B, H] in bfloat16, float16 or float32, with B the rows of one block.
+    base: [T, H]; with a side, [S, T, H].
+    dynamic: [..., B, T, G] with H a multiple of G; with a side, [..., B, S, T, G].
+    residual: like x; None counts as 0.
+    side: which of S kernels is applied; cutting it out first would copy it.
+
     Returns [..., B, H] in the dtype of x. Rows before the first one count as zero. Raises ValueError for shapes
     that do not fit each other.
     The kernel takes up to 256 rows in all and has no gradient: more rows, as in training, run MLX's operations.

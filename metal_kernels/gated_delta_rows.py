@@ -7,9 +7,9 @@ The recurrence of one value head, whose state S is a matrix [Dv, Dk] (Yang et al
     o = S q
 
 A pass reads the state of the accepted rows and leaves it alone. What a rewind needs is the rows themselves
-(``DeltaRows``, kept from the pass), not a state for each: at 48 value heads of 128 x 128 a state is 3.1 MB and a
+(``DeltaInputs``, kept from the pass), not a state for each: at 48 value heads of 128 x 128 a state is 3.1 MB and a
 row 17 KB, so 16 states would write 50 MB a layer where 16 rows are 0.27 MB that the pass has anyway. The state
-behind the first n rows comes from stepping again through them: by ``gated_delta_replay``, or by
+after the first n rows comes from stepping again through them: by ``gated_delta_replay``, or by
 ``gated_delta_advance`` at the start of the next pass, which reads the state once for both.
 """
 
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 from metal_kernels.row_spans import RowSpans
 
-STEP = ("gated_delta_step.metal",)
+STEP = ("_gated_delta_step.h",)
 ROWS = ("k", "v", "g", "beta")
 PLACES = ("a_log", "dt_bias", "state", "slots", "first", "count")
 OLD = tuple(f"old_{name}" for name in (*ROWS, "first", "count"))
@@ -33,7 +33,7 @@ ADVANCE = Kernel(
 )
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 LARGEST_HEAD = 256
-# Value rows of a threadgroup, and its threads: SIMDGROUPS, LANES and VALUES of gated_delta_step.metal.
+# Value rows of a threadgroup, and its threads: SIMDGROUPS, LANES and VALUES of _gated_delta_step.h.
 TILE = 32
 THREADS = 128
 
@@ -41,7 +41,7 @@ Update = Callable[..., tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
-class DeltaRows:
+class DeltaInputs:
     """What R rows bring to the state of one layer.
 
     k: [R, Hk, Dk], normalised. v: [R, Hv, Dv] in the dtype of k, Hv a multiple of Hk.
@@ -60,8 +60,8 @@ class Gates:
     """How the gates are made from the projections a and b of a row, in float32.
 
     g = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b), with a_log and dt_bias [Hv].
-    a_column, b_column: where a and b begin in the rows of ``DeltaRows.g`` and ``DeltaRows.beta``, which may hold
-    other projections beside them.
+    a_column, b_column: where a and b begin in the rows of ``DeltaInputs.g`` and ``DeltaInputs.beta``, which may
+        hold other projections as well.
     """
 
     a_log: mx.array
@@ -72,24 +72,28 @@ class Gates:
 
 def gated_delta_rows(
     q: mx.array,
-    rows: DeltaRows,
+    rows: DeltaInputs,
     state: mx.array,
     *,
     spans: RowSpans | None = None,
     slots: mx.array | None = None,
     gates: Gates | None = None,
 ) -> mx.array:
-    """Return o = S q of each row, S the state behind that row of its sequence; ``state`` is only read.
+    """Return o = S q of each row, S the state after that row of its sequence; one launch.
 
-    q: [R, Hk, Dk], normalised and scaled, in the dtype of k: float32, float16 or bfloat16. Dk, Dv: multiples of
-    32 up to 256. state: float32 [P, Hv, Dv, Dk]; ``slots``, int32 [S], says which of the P states each sequence
-    starts from (that of its own number where not given; two sequences may start from one state). spans: the rows
-    of each sequence, at most 32; every row belongs to one. Without it all rows are one sequence. Arrays that are
-    views begin at a multiple of four numbers.
+    Arrays that are views begin at a multiple of four numbers.
+
+    q: [R, Hk, Dk], normalised and scaled, float32, float16 or bfloat16.
+    rows: keys and values in the dtype of q, and gates; Dk and Dv are multiples of 32 up to 256.
+    state: float32 [P, Hv, Dv, Dk]; it is only read.
+    spans: the rows of each sequence, at most 32; every row belongs to one. None: all rows are one sequence.
+    slots: int32 [S], which of the P states each sequence starts from; two sequences may start from one. None: that
+        of its own number.
+    gates: how gates are made from what ``rows`` holds. None: it holds the gates.
 
     Returns [R, Hv, Dv] in the dtype of q. A row's result depends on its own sequence up to it and on nothing else:
-    R rows at once give the bits of R passes of one row with a replay after each. One launch.
-    Raises ValueError for other shapes and dtypes. ``spans`` and ``slots`` are on the device: what they hold is not
+    R rows at once give the bits of R passes of one row with a replay after each. Raises
+    ValueError for other shapes and dtypes. ``spans`` and ``slots`` are on the device: what they hold is not
     checked.
     """
     spans = spans or RowSpans.all_rows(rows.k.shape[0])
@@ -104,18 +108,20 @@ def gated_delta_rows(
 
 
 def gated_delta_replay(
-    rows: DeltaRows,
+    rows: DeltaInputs,
     state: mx.array,
     accepted: RowSpans,
     *,
     slots: mx.array | None = None,
     gates: Gates | None = None,
 ) -> mx.array:
-    """Return the state of each sequence behind its first accepted rows: float32 [S, Hv, Dv, Dk].
+    """Return the state of each sequence after its first accepted rows, in one launch.
 
-    rows: those of a pass. accepted: the first row of each sequence in it, and how many of its rows were accepted,
-    0 included. state, slots, gates: those of the pass. The bits are those of n passes of one row with a replay
-    after each. One launch. Raises ValueError as ``gated_delta_rows`` does.
+    rows, state, slots, gates: those of the pass.
+    accepted: the first row of each sequence in the pass, and how many of its rows were accepted, 0 included.
+
+    Returns float32 [S, Hv, Dv, Dk], the bits of n passes of one row with a replay after each. Raises ValueError as
+    ``gated_delta_rows`` does.
     """
     _require(rows, state, accepted, slots, gates)
     chosen = implementation()
@@ -129,8 +135,8 @@ def gated_delta_replay(
 
 def gated_delta_advance(
     q: mx.array,
-    rows: DeltaRows,
-    old_rows: DeltaRows,
+    rows: DeltaInputs,
+    old_rows: DeltaInputs,
     accepted: RowSpans,
     state: mx.array,
     *,
@@ -140,9 +146,9 @@ def gated_delta_advance(
 ) -> tuple[mx.array, mx.array]:
     """Replay the accepted rows of the pass before, then run a pass from there, in one launch.
 
-    old_rows, accepted, state, slots: as for ``gated_delta_replay``; the sequences of ``accepted`` are those of
-    ``spans``, so a forked one names its parent's rows and slot. q, rows, spans, gates: as for
-    ``gated_delta_rows``.
+    q, rows, spans, gates: as for ``gated_delta_rows``.
+    old_rows, accepted, state, slots: as for ``gated_delta_replay``; old_rows has the widths of rows. The sequences
+        of ``accepted`` are those of ``spans``, so a forked one names its parent's rows and slot.
 
     Returns the outputs [R, Hv, Dv] and the states before the new rows, float32 [S, Hv, Dv, Dk]: the bits of the
     two functions one after the other, with one reading of the state less. Raises ValueError as they do.
@@ -165,14 +171,14 @@ def gated_delta_advance(
 
 def reference_gated_delta_rows(
     q: mx.array,
-    rows: DeltaRows,
+    rows: DeltaInputs,
     state: mx.array,
     *,
     spans: RowSpans | None = None,
     slots: mx.array | None = None,
     gates: Gates | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Return the outputs [R, Hv, Dv] and the states behind all rows [S, Hv, Dv, Dk], by the formula in float32."""
+    """Return the outputs [R, Hv, Dv] and the states after all rows [S, Hv, Dv, Dk], by the formula in float32."""
     spans = spans or RowSpans.all_rows(rows.k.shape[0])
     y, new_state = _by_sequence(_formula, q, rows, state, spans, slots, gates)
     return spans.scatter(y, q.shape[0]).astype(q.dtype), new_state
@@ -207,7 +213,7 @@ UPDATES: dict[str, Update] = {"stock": _stock, "reference": _formula}
 def _by_sequence(
     update: Update,
     q: mx.array,
-    rows: DeltaRows,
+    rows: DeltaInputs,
     state: mx.array,
     spans: RowSpans,
     slots: mx.array | None,
@@ -222,7 +228,7 @@ def _by_sequence(
     return update(*laid_out, state if slots is None else state[slots], spans.present())
 
 
-def _computed_gates(rows: DeltaRows, gates: Gates | None) -> tuple[mx.array, mx.array]:
+def _computed_gates(rows: DeltaInputs, gates: Gates | None) -> tuple[mx.array, mx.array]:
     if gates is None:
         return rows.g, rows.beta
     heads = rows.v.shape[1]
@@ -235,7 +241,7 @@ def _computed_gates(rows: DeltaRows, gates: Gates | None) -> tuple[mx.array, mx.
 def _launch(
     kernel: Kernel,
     inputs: list[mx.array],
-    rows: DeltaRows,
+    rows: DeltaInputs,
     spans: RowSpans,
     gates: Gates | None,
     shapes: list[tuple[int, ...]],
@@ -258,24 +264,24 @@ def _launch(
     return kernel(inputs, template=template, groups=groups, threads=(THREADS, 1, 1), shapes=shapes, dtypes=dtypes)
 
 
-def _row_inputs(rows: DeltaRows) -> list[mx.array]:
+def _row_inputs(rows: DeltaInputs) -> list[mx.array]:
     return [rows.k, rows.v, rows.g, rows.beta]
 
 
 def _place_inputs(
-    rows: DeltaRows, state: mx.array, spans: RowSpans, slots: mx.array | None, gates: Gates | None
+    rows: DeltaInputs, state: mx.array, spans: RowSpans, slots: mx.array | None, gates: Gates | None
 ) -> list[mx.array]:
-    # Without gates the kernel reads neither a_log nor dt_bias; any array stands in for them.
+    # Without gates the kernel reads neither a_log nor dt_bias; any array takes their place.
     a_log, dt_bias = (gates.a_log, gates.dt_bias) if gates else (spans.count, spans.count)
     return [a_log, dt_bias, state, spans.own_slots() if slots is None else slots, spans.first, spans.count]
 
 
-def _widths(rows: DeltaRows) -> tuple[tuple[int, ...], ...]:
+def _widths(rows: DeltaInputs) -> tuple[tuple[int, ...], ...]:
     return tuple(x.shape[1:] for x in _row_inputs(rows))
 
 
 def _require(
-    rows: DeltaRows,
+    rows: DeltaInputs,
     state: mx.array,
     spans: RowSpans,
     slots: mx.array | None,
@@ -304,7 +310,7 @@ def _require(
     _require_gates(rows, gates)
 
 
-def _require_gates(rows: DeltaRows, gates: Gates | None) -> None:
+def _require_gates(rows: DeltaInputs, gates: Gates | None) -> None:
     count, heads = rows.v.shape[:2]
     for name, x, column in (
         ("g", rows.g, gates.a_column if gates else 0),

@@ -2,18 +2,19 @@
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
-from metal_kernels.row_products import FLOATS, check_dense, check_packed, finish, geometry
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
+from metal_kernels.linear import Linear
+from metal_kernels.row_products import FLOATS, check_dense, check_quantized, finish, geometry
 
-PACKED = Kernel(
+QUANTIZED = Kernel(
     "gather_qmm_rows",
     inputs=("x", "weight", "scales", "biases", "experts"),
     outputs=("out",),
-    includes=("row_products.metal", "unpack.metal"),
+    includes=("_row_products.h", "_dequantize.h"),
 )
 DENSE = Kernel(
-    "gather_gemm_rows", inputs=("x", "weight", "experts"), outputs=("out",), includes=("row_products.metal",)
+    "gather_gemm_rows", inputs=("x", "weight", "experts"), outputs=("out",), includes=("_row_products.h",)
 )
 # The launch grid's second axis on NVIDIA GPUs.
 MAX_PAIRS = 65535
@@ -32,44 +33,34 @@ def gather_rows(
 ) -> mx.array:
     """Multiply rows by the weights of their experts: out[r, t] = weight[experts[r, t]] times x[r], or x[r, t].
 
-    x: [R, K], one row for all its experts, or [R, T, K], in bfloat16, float16 or float32. experts: [R, T] int32,
-    each from 0 to E - 1, which nothing checks. Quantised weights: weight [E, N, K * bits / 32] uint32 with scales
-    and biases [E, N, K / group_size], as ``qmm_rows`` takes them. Plain weights: weight [E, N, K] in the dtype of
-    x with K a multiple of 8, and None for scales and biases.
+    x: [R, K], one row for all its experts, or [R, T, K], in bfloat16, float16 or float32.
+    weight: quantised [E, N, K * bits / 32] uint32, or plain [E, N, K] in the dtype of x with K a multiple of 8.
+    scales, biases: [E, N, K / group_size] as ``qmm_rows`` takes them, or None for plain weights.
+    experts: [R, T] int32, each from 0 to E - 1, which nothing checks.
+    group_size, bits: as for ``qmm_rows``; plain weights have none.
+    gated: the first N / 2 outputs are gates, and the result is silu(gate) * other.
 
-    gated: the first N / 2 outputs are gates, and the result is silu(gate) * other [R, T, N / 2]. Returns [R, T, N]
-    in the dtype of x; the kernel gives a row and an expert the bits that ``qmm_rows`` or ``gemm_rows`` give them.
-    Raises ValueError for anything else.
+    Returns [R, T, N], gated [R, T, N / 2], in the dtype of x; the kernel gives a row and an expert the bits that
+    ``qmm_rows`` or ``gemm_rows`` give them. Raises ValueError for anything else.
     """
-    _check(x, weight, scales, biases, experts, group_size, bits, gated)
+    if (scales is None) != (biases is None):
+        raise ValueError("gather_rows takes scales and biases together, or neither.")
+    linear = Linear(weight)
+    if scales is not None and biases is not None:
+        linear = Linear.affine(weight, scales, biases, group_size, bits)
+    _check(x, linear, experts, gated)
     chosen = implementation()
     if chosen == "native":
-        return _native(x, weight, scales, biases, experts, group_size, bits, gated)
+        return _native(x, linear, experts, gated)
     if chosen == "reference":
-        return reference_gather_rows(
-            x, weight, scales, biases, experts, group_size=group_size, bits=bits, gated=gated
-        )
-    return _stock(x, weight, scales, biases, experts, group_size, bits, gated)
+        return reference_gather_rows(x, linear, experts, gated)
+    return finish(_stock(x, linear, experts).squeeze(-2), None, None, gated).astype(x.dtype)
 
 
-def reference_gather_rows(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    experts: mx.array,
-    *,
-    group_size: int = 64,
-    bits: int = 4,
-    gated: bool = False,
-) -> mx.array:
+def reference_gather_rows(x: mx.array, linear: Linear, experts: mx.array, gated: bool) -> mx.array:
     """Dequantise the chosen experts and multiply in float32, and round once."""
-    chosen = weight[experts]
-    if scales is not None and biases is not None:
-        scale, bias = (part[experts].astype(mx.float32) for part in (scales, biases))
-        chosen = mx.dequantize(chosen, scale, bias, group_size=group_size, bits=bits)
     rows = _row_of_each_pair(x).astype(mx.float32)
-    product = (rows @ chosen.astype(mx.float32).swapaxes(-1, -2)).squeeze(-2)
+    product = (rows @ linear.dequantized(experts).swapaxes(-1, -2)).squeeze(-2)
     return finish(product, None, None, gated).astype(x.dtype)
 
 
@@ -78,47 +69,37 @@ def _row_of_each_pair(x: mx.array) -> mx.array:
     return x[:, None, None] if x.ndim == 2 else x[:, :, None]
 
 
-def _stock(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    experts: mx.array,
-    group_size: int,
-    bits: int,
-    gated: bool,
-) -> mx.array:
-    rows = _row_of_each_pair(x)
-    if scales is not None:
-        product = mx.gather_qmm(
-            rows, weight, scales, biases, rhs_indices=experts, transpose=True, group_size=group_size, bits=bits
+def _stock(x: mx.array, linear: Linear, experts: mx.array) -> mx.array:
+    """Return the products [R, T, 1, N] by MLX's operations."""
+    rows, weight, quantization = _row_of_each_pair(x), linear.weight, linear.quantization
+    if quantization is not None:
+        assert linear.scales is not None
+        return mx.gather_qmm(
+            rows,
+            weight,
+            linear.scales,
+            linear.biases,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=quantization.group_size,
+            bits=quantization.bits,
         )
-    elif mx.default_device().type == mx.DeviceType.cpu and weight.dtype != mx.float32:
+    if mx.default_device().type == mx.DeviceType.cpu and weight.dtype != mx.float32:
         # MLX's gather_mm knows float32 only on the CPU.
-        product = rows @ weight[experts].swapaxes(-1, -2)
-    else:
-        product = mx.gather_mm(rows, weight.swapaxes(-1, -2), rhs_indices=experts)
-    return finish(product.squeeze(-2), None, None, gated).astype(x.dtype)
+        return rows @ weight[experts].swapaxes(-1, -2)
+    return mx.gather_mm(rows, weight.swapaxes(-1, -2), rhs_indices=experts)
 
 
-def _native(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    experts: mx.array,
-    group_size: int,
-    bits: int,
-    gated: bool,
-) -> mx.array:
-    (count, each), (outputs, depth) = experts.shape, (weight.shape[1], x.shape[-1])
+def _native(x: mx.array, linear: Linear, experts: mx.array, gated: bool) -> mx.array:
+    (count, each), (outputs, depth) = experts.shape, (linear.size, x.shape[-1])
     cut = geometry(1, outputs, depth, x.dtype, gated)
     template = [("T", x.dtype), ("K", depth), ("N", outputs), ("GATED", gated)]
     template += [("PAIRS_OF_ROW", each if x.ndim == 2 else 1), *cut.template]
-    kernel, inputs = DENSE, [x, weight, experts]
-    if scales is not None and biases is not None:
-        kernel, inputs = PACKED, [x, weight, scales, biases, experts]
-        template += [("BITS", bits), ("GROUP", group_size)]
+    kernel, inputs = DENSE, [x, linear.weight, experts]
+    if linear.quantization is not None:
+        assert linear.scales is not None and linear.biases is not None
+        kernel, inputs = QUANTIZED, [x, linear.weight, linear.scales, linear.biases, experts]
+        template += [("BITS", linear.quantization.bits), ("GROUP", linear.quantization.group_size)]
     (out,) = kernel(
         inputs,
         template=template,
@@ -130,16 +111,8 @@ def _native(
     return out
 
 
-def _check(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    experts: mx.array,
-    group_size: int,
-    bits: int,
-    gated: bool,
-) -> None:
+def _check(x: mx.array, linear: Linear, experts: mx.array, gated: bool) -> None:
+    weight = linear.weight
     if x.dtype not in FLOATS or weight.ndim != 3:
         raise ValueError(
             "gather_rows takes rows in bfloat16, float16 or float32 and weights [E, N, ...], "
@@ -154,11 +127,9 @@ def _check(
         raise ValueError(
             f"The kernel of gather_rows takes 1 to {MAX_PAIRS} pairs of a row and an expert, not {experts.size}."
         )
-    if gated and weight.shape[1] % 2:
-        raise ValueError(f"gather_rows: {weight.shape[1]} outputs are no two halves, gates and what they gate.")
-    if (scales is None) != (biases is None):
-        raise ValueError("gather_rows takes scales and biases together, or neither.")
-    if scales is None or biases is None:
+    if gated and linear.size % 2:
+        raise ValueError(f"gather_rows: {linear.size} outputs are no two halves, gates and what they gate.")
+    if linear.quantization is None:
         check_dense("gather_rows", x.shape[-1], x.dtype, weight)
     else:
-        check_packed("gather_rows", x.shape[-1], x.dtype, weight, scales, biases, group_size, bits)
+        check_quantized("gather_rows", x.shape[-1], x.dtype, linear)

@@ -9,7 +9,7 @@ constexpr int WIDTH = GATED ? N / 2 : N, OUT = GATED ? COLUMNS / 2 : COLUMNS;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, part = lane & 3;
 const int first = blockIdx.x * OUT;
 
-// The weight row behind a column of the block; beyond the last one it is repeated, and not written.
+// The weight row of a column of the block; beyond the last one it is repeated, and not written.
 auto row_of = [&](int column) {
   bool is_up = GATED && column >= OUT;
   int n = first + (is_up ? column - OUT : column);

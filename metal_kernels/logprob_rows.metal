@@ -10,37 +10,37 @@ const int row = threadgroup_position_in_grid.y, lane = thread_index_in_simdgroup
 if (FIRST) {
   const int slice = threadgroup_position_in_grid.x, group = simdgroup_index_in_threadgroup;
   float v[EACH];
-  float most = minus_infinity;
+  float peak = minus_infinity;
   #pragma unroll
   for (int j = 0; j < EACH; j++) {
     const int e = (slice * EACH + j) * THREADS + thread_index_in_threadgroup;
     v[j] = e < COUNT ? float(logits[int64_t(row) * COUNT + e]) : minus_infinity;
-    most = metal::max(most, v[j]);
+    peak = metal::max(peak, v[j]);
   }
-  most = metal::simd_max(most);
-  if (lane == 0) largest[group] = most;
+  peak = metal::simd_max(peak);
+  if (lane == 0) largest[group] = peak;
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-  for (int g = 0; g < SIMDGROUPS; g++) most = metal::max(most, largest[g]);
+  for (int g = 0; g < SIMDGROUPS; g++) peak = metal::max(peak, largest[g]);
   float sum = 0.0f;
   #pragma unroll
-  for (int j = 0; j < EACH; j++) sum += v[j] == minus_infinity ? 0.0f : metal::precise::exp(v[j] - most);
+  for (int j = 0; j < EACH; j++) sum += v[j] == minus_infinity ? 0.0f : metal::precise::exp(v[j] - peak);
   sum = metal::simd_sum(sum);
   if (lane == 0) sums[group] = sum;
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   if (thread_index_in_threadgroup == 0) {
     for (int g = 1; g < SIMDGROUPS; g++) sum += sums[g];
     const int64_t place = (int64_t(row) * threadgroups_per_grid.x + slice) * 2;
-    results[place] = most;
+    results[place] = peak;
     results[place + 1] = sum;
   }
 } else {
   const int64_t start = int64_t(row) * SLICES * 2;
-  float most = minus_infinity;
-  for (int s = lane; s < SLICES; s += 32) most = metal::max(most, partials[start + 2 * s]);
-  most = metal::simd_max(most);
+  float peak = minus_infinity;
+  for (int s = lane; s < SLICES; s += 32) peak = metal::max(peak, partials[start + 2 * s]);
+  peak = metal::simd_max(peak);
   float sum = 0.0f;
   for (int s = lane; s < SLICES; s += 32) {
-    const float share = metal::precise::exp(partials[start + 2 * s] - most);
+    const float share = metal::precise::exp(partials[start + 2 * s] - peak);
     sum = metal::fma(partials[start + 2 * s + 1], share, sum);
   }
   sum = metal::simd_sum(sum);
@@ -48,8 +48,8 @@ if (FIRST) {
     const float above = metal::precise::log(sum);
     const int token = tokens[row];
     const bool known = token >= 0 && token < COUNT;
-    results[row] = most + above;
+    results[row] = peak + above;
     results[threadgroups_per_grid.y + row] =
-        known ? float(logits[int64_t(row) * COUNT + token]) - most - above : as_type<float>(0x7fc00000u);
+        known ? float(logits[int64_t(row) * COUNT + token]) - peak - above : as_type<float>(0x7fc00000u);
   }
 }

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 
 KERNEL = Kernel("logprob_rows", inputs=("logits", "tokens", "partials"), outputs=("results",))
 THREADS, EACH = 256, 32
@@ -13,7 +13,9 @@ NO_PARTIALS = mx.zeros((1,), dtype=mx.float32)
 def logprob_rows(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
     """Return what normalises each row, and the log-probability of the row's token.
 
-    logits: [R, V] in bfloat16, float16 or float32. tokens: [R] int32.
+    logits: [R, V] in bfloat16, float16 or float32, R and V at least 1.
+    tokens: [R] int32.
+
     Returns (log-sum-exp [R], logits[r, tokens[r]] - log-sum-exp [R]), both float32. Entries of -inf count as
     probability 0. A row with NaN or +inf, or of -inf alone, gives no finite number; a token outside 0 .. V - 1
     gives NaN. Raises ValueError for other shapes and dtypes.

@@ -4,21 +4,25 @@ import operator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from metal_kernels.gather_rows import gather_rows
-from metal_kernels.implementations import using
-from metal_kernels.linear_rows import MAX_VERIFY_ROWS, Linear, linear_rows
+from metal_kernels.launching.implementations import using
+from metal_kernels.limits import MAX_VERIFY_ROWS
+from metal_kernels.linear import Linear
+from metal_kernels.linear_rows import gate_by_silu, linear_rows
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture's weights: ``gate_up`` [E, 2 I, H] with the gates first, ``down`` [E, H, I], ``router`` [E, H].
+    """A mixture's weights.
 
-    Each row goes through the ``top_k`` experts with the largest gates; ``normalised``: these gates sum to 1.
+    router: [E, H], what chooses experts.
+    gate_up: [E, 2 I, H] with the gates first; where gates and ups cannot be joined, two of [E, I, H].
+    down: [E, H, I].
+    top_k: how many experts a row goes through, those with the largest gates.
+    normalised: the gates of a row's experts are divided by their sum.
     """
 
     router: Linear
@@ -27,28 +31,17 @@ class Experts:
     top_k: int
     normalised: bool
 
-    @staticmethod
-    def of(block: Any) -> "Experts":
-        """Read a ``Qwen3MoeSparseMoeBlock`` of mlx-lm; its gates and ups become views of joined weights.
-
-        Raises TypeError for experts that hold anything but plain or quantised weights.
-        """
-        experts = block.switch_mlp
-        biased = [name for name in ("gate_proj", "up_proj", "down_proj") if "bias" in experts[name]]
-        if biased:
-            raise TypeError(f"experts without biases are needed; {', '.join(biased)} have them.")
-        gate_up = Linear.joined([experts.gate_proj, experts.up_proj])
-        return Experts(
-            Linear.of(block.gate), gate_up, Linear.of(experts.down_proj), block.top_k, block.norm_topk_prob
-        )
-
 
 def moe_rows(experts: Experts, x: mx.array) -> mx.array:
     """Run rows through their experts, every row alike.
 
-    x: [R, H]. Returns [R, H] in the dtype of x. mlx-lm sorts rows by expert from 64 (row, expert) pairs on, which
-    picks another kernel; here the pairs are never sorted. Up to 16 rows of plain or affine weights run through our
-    kernels where these run.
+    mlx-lm sorts rows by expert from 64 (row, expert) pairs on, which picks another kernel; here the pairs are
+    never sorted. Up to MAX_VERIFY_ROWS rows of plain or affine weights run through our kernels where these run.
+
+    experts: weights whose biases are None, plain or quantised.
+    x: [R, H] in bfloat16, float16 or float32.
+
+    Returns [R, H] in the dtype of x. Raises ValueError, where kernels run, for shapes and dtypes that do not fit.
     """
     gates = mx.softmax(linear_rows(x, experts.router), axis=-1, precise=True)
     chosen = mx.argpartition(gates, kth=-experts.top_k, axis=-1)[..., -experts.top_k :]
@@ -72,16 +65,16 @@ def _gated(x: mx.array, gate_up: tuple[Linear, ...], chosen: mx.array) -> mx.arr
     if len(gate_up) == 1:
         return _apply(x, gate_up[0], chosen, gated=True)
     gate, up = (_apply(x, part, chosen) for part in gate_up)
-    return nn.silu(gate) * up
+    return gate_by_silu(gate, up)
 
 
 def _apply(x: mx.array, linear: Linear, chosen: mx.array, gated: bool = False) -> mx.array:
     """Apply expert ``chosen[r, t]`` to row r: x [R, K] or [R, T, K] to [R, T, N], gated to [R, T, N / 2]."""
-    packing = linear.packing
-    if packing is None:
+    quantization = linear.quantization
+    if quantization is None:
         return gather_rows(x, linear.weight, None, None, chosen, gated=gated)
-    group_size, bits = packing.group_size, packing.bits
-    if packing.mode == "affine":
+    group_size, bits = quantization.group_size, quantization.bits
+    if quantization.mode == "affine":
         tensors = linear.weight, linear.scales, linear.biases
         return gather_rows(x, *tensors, chosen, group_size=group_size, bits=bits, gated=gated)
     assert linear.scales is not None
@@ -93,9 +86,6 @@ def _apply(x: mx.array, linear: Linear, chosen: mx.array, gated: bool = False) -
         transpose=True,
         group_size=group_size,
         bits=bits,
-        mode=packing.mode,
+        mode=quantization.mode,
     ).squeeze(-2)
-    if not gated:
-        return out
-    gate, up = mx.split(out, 2, axis=-1)
-    return nn.silu(gate) * up
+    return gate_by_silu(*mx.split(out, 2, axis=-1)) if gated else out

@@ -1,8 +1,8 @@
 // body
 // A simdgroup makes one head. A row has H heads, then LAYERS times KV key heads and KV value heads: heads and keys are
 // normed and rotated, values only copied. SPLIT: first all rows of the H heads are written, then the keys, then the
-// values (LAYERS is 1 there); otherwise heads stay in their order. GATED: behind each of the H heads stand D entries
-// that are skipped. settings: eps and the factor on rotated entries.
+// values (LAYERS is 1 there); otherwise heads stay in their order. GATED: D entries follow each of the H heads
+// and are skipped. settings: eps and the factor on rotated entries.
 constexpr int SLOTS = H + LAYERS * 2 * KV;
 constexpr int PAIRS = ROTATED / 2, REST = D - ROTATED;
 constexpr int EACH_PAIR = (PAIRS + 31) / 32, EACH_REST = (REST + 31) / 32;

@@ -1,12 +1,12 @@
-"""RMSNorm and rotary position encoding of heads: of any heads, of a joined projection, of context keys."""
+"""RMSNorm and rotary position encoding of heads: of a joined projection, and of context keys."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.constants import floats
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.constants import floats
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 from metal_kernels.rope import Rope
 
 KERNEL = Kernel(
@@ -15,25 +15,6 @@ KERNEL = Kernel(
     outputs=("out",),
 )
 SIMDGROUPS = 4
-
-
-def norm_rope(
-    x: mx.array, weight: mx.array | None, positions: mx.array, rope: Rope, *, eps: float = 0.0
-) -> mx.array:
-    """Norm each head, then rotate it to its row's position.
-
-    x: [R, heads, D]; weight: [D], or None for no norm; positions: [R] int32; D >= rope.dims.
-    Returns [R, heads, D] in the dtype of x: normed in float32, rotated in float32, rounded once.
-    Raises ValueError for shapes and dtypes that do not fit.
-    """
-    heads, dim = x.shape[-2:]
-    _check(x, (x.shape[0], heads, dim), [] if weight is None else [(weight, (dim,))], positions, rope, dim)
-    if implementation() == "native":
-        layout = Layout(heads=heads, kv_heads=1, layers=0, dim=dim, split=False)
-        return _native(x, None if weight is None else (weight, weight), positions, rope, eps, layout).reshape(
-            x.shape
-        )
-    return _composed(x, weight, positions, rope, eps)
 
 
 def qkv_norm_rope(
@@ -49,9 +30,14 @@ def qkv_norm_rope(
 ) -> tuple[mx.array, mx.array]:
     """Cut a joined projection into queries, keys and values; norm and rotate queries and keys.
 
-    joined: [R, (H + 2 KV) * D], in a row H query heads, then KV key heads, then KV value heads. weights: those of
-    the query and of the key norm, [D] each, or None for no norm. positions: [R] int32. gated: each query head is
-    followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
+    joined: [R, (H + 2 KV) * D] in bfloat16, float16 or float32: H query heads, KV key heads, KV value heads.
+    weights: those of the query and of the key norm, [D] each, or None for no norm.
+    positions: [R] int32.
+    rope: what rotates the first ``rope.dims`` entries of a head.
+    heads, kv_heads: H and KV.
+    eps: what the norms add to the mean square.
+    gated: each query head is followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
+
     Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, in the dtype of joined. Its halves
     kv[:1] and kv[1:] are contiguous and cost nothing (kv[0], with MLX, is a copy).
     Raises ValueError for shapes and dtypes that do not fit.
@@ -75,8 +61,12 @@ def qkv_norm_rope(
 def context_kv(projected: mx.array, weights: mx.array, positions: mx.array, rope: Rope, *, eps: float) -> mx.array:
     """Norm and rotate the context keys of all layers of a drafter; values pass as they are.
 
-    projected: [R, layers, 2, KV * D], keys before values. weights: [layers, D] of the key norms. positions: [R]
-    int32. Returns [R, layers, 2, KV, D] in the dtype of projected.
+    projected: [R, layers, 2, KV * D] in bfloat16, float16 or float32, keys before values.
+    weights: [layers, D] of the key norms.
+    positions: [R] int32.
+    rope, eps: as for ``qkv_norm_rope``.
+
+    Returns [R, layers, 2, KV, D] in the dtype of projected.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     layers, dim = weights.shape
@@ -110,7 +100,7 @@ def reference_norm_rope(
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands in a row, and how queries, keys and values come out; see norm_rope.metal."""
+    """What a row holds, and how queries, keys and values come out; see norm_rope.metal."""
 
     heads: int
     kv_heads: int

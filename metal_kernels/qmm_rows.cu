@@ -129,7 +129,7 @@ const int first = blockIdx.x * OUT;
 const unsigned one = is_half<T>::value ? 0x3C003C00u : 0x3F803F80u;
 const unsigned ones[4] = {one, one, one, one};
 
-// The weight row behind a column of the block; beyond the last one it is repeated, and not written.
+// The weight row of a column of the block; beyond the last one it is repeated, and not written.
 auto row_of = [&](int column) {
   bool is_up = GATED && column >= OUT;
   int n = first + (is_up ? column - OUT : column);

@@ -1,18 +1,39 @@
 """What products of few rows share: how their kernels are cut and launched, what they take, what is fused in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-MAX_VERIFY_ROWS = 16
+from metal_kernels.launching.launch import Kernel
+from metal_kernels.limits import MAX_VERIFY_ROWS
+from metal_kernels.linear import Linear
+
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 # What the kernels index with an int.
 MAX_WEIGHTS = 1 << 31
 
 
+class Cut(Protocol):
+    """How a kernel divides a product: its template values, and the launch that fits them."""
+
+    @property
+    def groups(self) -> int:
+        """Threadgroups."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+
+    @property
+    def template(self) -> list[tuple[str, int]]:
+        """The kernel's template values for this cut."""
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """How ``row_products.metal`` cuts a product, and the launch that fits.
+    """How ``_row_products.h`` cuts a product, and the launch that fits.
 
     rows: of x. columns: weight rows that one lane multiplies. splits: simdgroups that share K; the order of the
     sums depends on it, so it follows from K alone. teams: groups of simdgroups with columns of their own. steps:
@@ -72,17 +93,16 @@ def check_dense(name: str, depth: int, dtype: mx.Dtype, weight: mx.array) -> Non
         )
 
 
-def check_packed(
+def check_quantized(
     name: str,
     depth: int,
     dtype: mx.Dtype,
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    group_size: int,
-    bits: int,
+    linear: Linear,
 ) -> None:
-    """Raise ValueError unless the affine triple [..., N, .] fits rows of ``depth`` values of ``dtype``."""
+    """Raise ValueError unless affine weights [..., N, .] fit rows of ``depth`` values of ``dtype``."""
+    weight, scales, biases, quantization = linear.weight, linear.scales, linear.biases, linear.quantization
+    assert scales is not None and biases is not None and quantization is not None
+    group_size, bits = quantization.group_size, quantization.bits
     if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
         raise ValueError(
             f"{name} takes 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, not {bits} in {group_size}."
@@ -108,10 +128,9 @@ def check_packed(
         raise ValueError(f"{name} takes at least 8 packed words of up to 2^31 - 1 values, not {weight.shape}.")
 
 
-def check_fused(
-    name: str, x: mx.array, outputs: int, bias: mx.array | None, residual: mx.array | None, gated: bool
-) -> None:
-    """Raise ValueError unless what is fused behind a product of x with ``outputs`` weight rows fits it."""
+def check_fused(name: str, x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) -> None:
+    """Raise ValueError unless what is fused into the product of x with a linear map fits it."""
+    outputs, bias = linear.size, linear.bias
     if gated and outputs % 2:
         raise ValueError(f"{name}: gates and what they gate are two halves, so {outputs} outputs cannot be gated.")
     if bias is not None and (bias.shape != (outputs,) or not _suits(bias.dtype, x.dtype)):
@@ -126,8 +145,9 @@ def check_fused(
         )
 
 
-def _suits(dtype: mx.Dtype, beside: mx.Dtype) -> bool:
-    return dtype == beside or (beside == mx.float32 and dtype in FLOATS)
+def _suits(dtype: mx.Dtype, rows: mx.Dtype) -> bool:
+    """Whether scales or a bias of ``dtype`` fit rows of another."""
+    return dtype == rows or (rows == mx.float32 and dtype in FLOATS)
 
 
 def finish(product: mx.array, bias: mx.array | None, residual: mx.array | None, gated: bool) -> mx.array:
@@ -138,3 +158,30 @@ def finish(product: mx.array, bias: mx.array | None, residual: mx.array | None, 
         gate, up = mx.split(product, 2, axis=-1)
         product = gate * mx.sigmoid(gate) * up
     return product if residual is None else product + residual
+
+
+def launch_product(
+    kernel: Kernel,
+    cut: Cut,
+    inputs: Sequence[mx.array],
+    linear: Linear,
+    residual: mx.array | None,
+    gated: bool,
+) -> mx.array:
+    """Launch ``qmm_rows`` or ``gemm_rows``; ``inputs`` are x and the weights, which bias and residual follow."""
+    x, outputs = inputs[0], linear.size
+    # The kernel reads no absent input: x, which is there already, takes its place.
+    fused = [x if part is None else part for part in (linear.bias, residual)]
+    template: list[tuple[str, Any]] = [("T", x.dtype), ("K", x.shape[1]), ("N", outputs)]
+    if linear.quantization is not None:
+        template += [("BITS", linear.quantization.bits), ("GROUP", linear.quantization.group_size)]
+    template += [("HAS_BIAS", linear.bias is not None), ("HAS_RESIDUAL", residual is not None), ("GATED", gated)]
+    (out,) = kernel(
+        [*inputs, *fused],
+        template=[*template, *cut.template],
+        groups=(cut.groups, 1, 1),
+        threads=(cut.threads, 1, 1),
+        shapes=[(x.shape[0], outputs // 2 if gated else outputs)],
+        dtypes=[x.dtype],
+    )
+    return out

@@ -5,9 +5,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from metal_kernels.constants import ints
-
-MAX_CHUNK_ROWS = 32
+from metal_kernels.launching.constants import ints
+from metal_kernels.limits import MAX_CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class RowSpans:
         return ints(*range(self.sequences))
 
     def gather(self, x: mx.array) -> mx.array:
-        """Lay out rows [R, ...] by sequence: [S, longest, ...]. Behind a sequence's rows stand other rows."""
+        """Lay out rows [R, ...] by sequence: [S, longest, ...]. After a sequence's rows come any others."""
         return x[mx.clip(self._rows(), 0, x.shape[0] - 1)]
 
     def scatter(self, x: mx.array, rows: int) -> mx.array:

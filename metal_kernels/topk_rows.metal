@@ -22,7 +22,7 @@ const int slices = threadgroups_per_grid.x, rows = threadgroups_per_grid.y;
 const int64_t start = int64_t(row) * COUNT;
 const float minus_infinity = as_type<float>(0xff800000u);
 
-// Entries that are not finite, and the places behind the last entry, count as -inf. The latter come last by their id.
+// Entries that are not finite, and the places after the last entry, count as -inf. The latter come last by their id.
 float v[EACH];
 int at[EACH];
 bool all_finite = true;

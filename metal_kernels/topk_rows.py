@@ -2,18 +2,21 @@
 
 import mlx.core as mx
 
-from metal_kernels.implementations import implementation
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.implementations import implementation
+from metal_kernels.launching.launch import Kernel
 
 KERNEL = Kernel("topk_rows", inputs=("values", "ids", "flags"), outputs=("top_values", "top_ids", "finite"))
-THREADS, EACH, MOST = 128, 32, 16
+THREADS, EACH, MAX_K = 128, 32, 16
 NO_IDS, NO_FLAGS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.bool_)
 
 
 def topk_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
     """Find the k largest values of each row, largest first, the lower index first among equals.
 
-    logits: [..., R, V] in bfloat16, float16 or float32, 1 <= k <= V. Returns values [..., R, k] in the dtype of
+    logits: [..., R, V] in bfloat16, float16 or float32.
+    k: 1 to V.
+
+    Returns values [..., R, k] in the dtype of
     logits, indices [..., R, k] int32, and a scalar bool that is false when any entry is NaN or infinite: such rows
     have no meaningful order, but their indices are still those of entries. Raises ValueError for other k.
 
@@ -24,7 +27,7 @@ def topk_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
     if not 1 <= k <= count:
         raise ValueError(f"topk_rows finds 1 to V entries of rows with V = {count} entries, not {k}.")
     slices = -(-count // (THREADS * EACH))
-    if implementation() == "native" and k <= MOST and slices * k <= THREADS * EACH:
+    if implementation() == "native" and k <= MAX_K and slices * k <= THREADS * EACH:
         return _native(logits, k, slices)
     if implementation() == "reference":
         return reference_topk_rows(logits, k)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from emulator.compiler import KEPT
 
-from metal_kernels.launch import Kernel
+from metal_kernels.launching.launch import Kernel
 
 CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.bool_: "bool"}
 

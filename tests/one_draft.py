@@ -29,7 +29,7 @@ def block(drafter: DFlash2Drafter, state: BlockState, anchor: int, rows: int) ->
 def written_rows(drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of rows of every write to contexts from now on."""
     counts: list[int] = []
-    compute = drafter.writer.rows
+    compute = drafter.writer.project
 
     def counted(features: mx.array, positions: mx.array) -> mx.array:
         counts.append(features.shape[0])

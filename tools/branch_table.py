@@ -18,7 +18,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
-from metal_kernels.implementations import implementation
+from metal_kernels.launching.implementations import implementation
 from mlx_spec.cli.bench import HELD_OUT, read_prompts
 from mlx_spec.cli.generate import draft_tokens
 from mlx_spec.decoding.sampling import Sampling

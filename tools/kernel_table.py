@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tqdm import tqdm
 
-from metal_kernels.implementations import implementation
-from mlx_spec.target import Target
+from metal_kernels.launching.implementations import implementation
+from mlx_spec.target import CachedSequence, Target
 from tools.random_models import CONFIGS, random_model
 
 

@@ -21,7 +21,7 @@ from mlx import nn, optimizers
 from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
-from metal_kernels.implementations import using
+from metal_kernels.launching.implementations import using
 from mlx_spec.cli.quantize_drafter import add_packing_arguments, quantization
 from tools.muon import Muon
 from tools.train_data import Batch, Replies, batches

@@ -13,11 +13,11 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from metal_kernels import MAX_VERIFY_ROWS
-from metal_kernels.cases import CASES, TIMED
-from metal_kernels.implementations import VARIABLE, implementation, using
-from metal_kernels.launch import can_launch
-from metal_kernels.self_check import Finding, check
-from metal_kernels.timing import call_ms
+from metal_kernels.checks.cases import CASES, TIMED
+from metal_kernels.checks.self_check import Finding, check
+from metal_kernels.checks.timing import call_ms
+from metal_kernels.launching.implementations import VARIABLE, implementation, using
+from metal_kernels.launching.launch import can_launch
 from mlx_spec.diagnose.rows import check_rows
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import chosen_kernels, load

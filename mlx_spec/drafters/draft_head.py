@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, linear_rows
+from metal_kernels import linear_rows
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
+from mlx_spec.target.linears import linear_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def draft_head(
         if ids is None:
             return DraftHead(target.logits, target.vocab_size)
         return DraftHead(target.head_for(ids), ids.size, ids)
-    own, names = Linear.of(module), "the target has" if own_ids is None else "d2t names"
+    own, names = linear_of(module), "the target has" if own_ids is None else "d2t names"
     expected = target.vocab_size if ids is None or own_ids is None else ids.size
     if own.size != expected:
         raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")

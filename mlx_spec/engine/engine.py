@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from time import perf_counter
 from typing import Any, TypeVar, overload
 
-from metal_kernels.implementations import Implementation, implementation, using
+from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.engine.costs import Costs

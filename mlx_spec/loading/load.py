@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.utils import load_model, load_tokenizer
 
-from metal_kernels.implementations import Implementation, implementation, using
+from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource

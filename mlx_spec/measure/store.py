@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 import metal_kernels
 import mlx_spec.target
-from metal_kernels.implementations import implementation
+from metal_kernels.launching.implementations import implementation
 from mlx_spec.cache_folder import cache_folder
 from mlx_spec.target import Target
 

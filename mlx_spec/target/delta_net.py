@@ -10,7 +10,7 @@ from mlx import nn
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from metal_kernels import (
-    DeltaRows,
+    DeltaInputs,
     Gates,
     Heads,
     Linear,
@@ -21,8 +21,9 @@ from metal_kernels import (
     gated_delta_replay,
     linear_rows,
 )
-from metal_kernels.implementations import implementation, using
+from metal_kernels.launching.implementations import implementation, using
 from mlx_spec.target.batch_layout import PassContext, is_prompt
+from mlx_spec.target.linears import joined_linears, linear_of
 from mlx_spec.target.recurrent import LayerState
 
 
@@ -55,13 +56,13 @@ class DeltaNet:
         parts = [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
         return DeltaNet(
             index,
-            Linear.joined(parts),
+            joined_linears(parts),
             heads,
             module.conv1d.weight.squeeze(-1),
             Gates(module.A_log, module.dt_bias, a_column=rate + heads.value_heads, b_column=rate),
             module.norm.weight,
             module.norm.eps,
-            Linear.of(module.out_proj),
+            linear_of(module.out_proj),
         )
 
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, LayerState]:
@@ -101,7 +102,7 @@ class DeltaNet:
             q, k, v, conv_state = causal_conv_advance(
                 projected, kept.projected, accepted, kept.conv_state, self.conv, self.heads, **places
             )
-            new = DeltaRows(k, v, projected, projected)
+            new = DeltaInputs(k, v, projected, projected)
             out, state = gated_delta_advance(q, new, kept.rows, accepted, kept.state, gates=self.gates, **places)
         return out, LayerState(state, conv_state, projected, k, v)
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Experts, Linear, linear_rows, moe_rows
+from metal_kernels import linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
+from mlx_spec.target.linears import experts_of, joined_linears, linear_of
 
 FeedForward = Callable[[mx.array, mx.array], mx.array]
 """The feed-forward sublayer: (normed rows [R, H], residual [R, H]) to the sum [R, H]."""
@@ -15,7 +16,7 @@ FeedForward = Callable[[mx.array, mx.array], mx.array]
 
 def dense(mlp: Any) -> Callable[..., mx.array]:
     """Return the gated feed-forward of an MLP module; without a residual it gives the sublayer's output alone."""
-    gate_up, down = Linear.joined([mlp.gate_proj, mlp.up_proj]), Linear.of(mlp.down_proj)
+    gate_up, down = joined_linears([mlp.gate_proj, mlp.up_proj]), linear_of(mlp.down_proj)
     return lambda x, residual=None: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
 
 
@@ -26,10 +27,10 @@ def dense_or_experts(mlp: Any) -> FeedForward:
     """
     if not hasattr(mlp, "switch_mlp"):
         return dense(mlp)
-    experts = Experts.of(mlp)
+    experts = experts_of(mlp)
     if not hasattr(mlp, "shared_expert"):
         return lambda x, residual: residual + moe_rows(experts, x)
-    shared, gate = dense(mlp.shared_expert), Linear.of(mlp.shared_expert_gate)
+    shared, gate = dense(mlp.shared_expert), linear_of(mlp.shared_expert_gate)
     return lambda x, residual: residual + (moe_rows(experts, x) + mx.sigmoid(linear_rows(x, gate)) * shared(x))
 
 

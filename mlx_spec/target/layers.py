@@ -5,12 +5,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope, rope_frequencies
+from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated
 from mlx_spec.target.families import Family, FeedForward
+from mlx_spec.target.linears import joined_linears, linear_of
 from mlx_spec.target.recurrent import LayerState
+from mlx_spec.target.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class Attention:
         """
         return Attention(
             index,
-            Linear.joined([module.q_proj, module.k_proj, module.v_proj]),
+            joined_linears([module.q_proj, module.k_proj, module.v_proj]),
             (module.q_norm.weight, module.k_norm.weight) if family.qk_norm else None,
             module.q_norm.eps if family.qk_norm else 0.0,
             rope_frequencies(module.rope),
-            Linear.of(module.o_proj),
+            linear_of(module.o_proj),
             args.num_attention_heads,
             args.num_key_value_heads,
             family.gated_attention,

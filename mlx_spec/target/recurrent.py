@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels import DeltaRows
+from metal_kernels import DeltaInputs
 from mlx_spec.errors import PositionError
 
 
@@ -31,9 +31,9 @@ class LayerState(NamedTuple):
         return LayerState(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)))
 
     @property
-    def rows(self) -> DeltaRows:
+    def rows(self) -> DeltaInputs:
         """The rows, as far as the state depends on them."""
-        return DeltaRows(self.k, self.v, self.projected, self.projected)
+        return DeltaInputs(self.k, self.v, self.projected, self.projected)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from mlx_spec.target.batch_layout import (
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
+from mlx_spec.target.linears import linear_of
 from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, append_rows
 from mlx_spec.target.recurrent import LayerState, RecurrentState, joined_states
 
@@ -239,7 +240,7 @@ class Target:
 
     @property
     def _head(self) -> Linear:
-        return Linear.of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
+        return linear_of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
 
     def _runner(
         self, counts: tuple[int, ...], target_layer_ids: tuple[int, ...], most_accepted: int, has_paths: bool

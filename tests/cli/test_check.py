@@ -14,9 +14,9 @@ from emulator import launcher
 from tiny_folders import write_model
 
 import mlx_spec.cli.check
-from metal_kernels.cases import CASES, Case, qmm, rms_norm
-from metal_kernels.implementations import VARIABLE
-from metal_kernels.launch import Kernel, Launcher, launching
+from metal_kernels.checks.cases import CASES, Case, argmax, qmm
+from metal_kernels.launching.implementations import VARIABLE
+from metal_kernels.launching.launch import Kernel, Launcher, launching
 from mlx_spec.cli.check import TIMED_ROWS, main
 from mlx_spec.target import Target
 
@@ -32,11 +32,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cases of the table, and two small ones to be timed."""
-    chosen = [case for case in CASES if case.name in ("qmm_rows, 4 bits", "rms_norm_rows")]
+    chosen = [case for case in CASES if case.name in ("qmm_rows, 4 bits", "argmax_rows")]
     monkeypatch.setattr(mlx_spec.cli.check, "CASES", chosen)
     timed = (
         Case("small product", partial(qmm, outputs=8, depth=64)),
-        Case("small norm", partial(rms_norm, width=64)),
+        Case("small argmax", partial(argmax, vocabulary=64)),
     )
     monkeypatch.setattr(mlx_spec.cli.check, "TIMED", timed)
 
@@ -76,7 +76,7 @@ def test_a_model_on_a_cpu(few_cases: None, model: str, capsys: Capture) -> None:
 
 def test_json(few_cases: None, model: str, capsys: Capture) -> None:
     found = report(capsys, "--model", model)
-    assert [row["case"] for row in found["operations"]] == ["qmm_rows, 4 bits", "rms_norm_rows"]
+    assert [row["case"] for row in found["operations"]] == ["qmm_rows, 4 bits", "argmax_rows"]
     assert all(row["runs"] == "stock" and row["failures"] == [] for row in found["operations"])
     assert (found["times_ms"], found["failures"]) == ([], [])
     assert found["model"] == {"name": model, "failures": []}
@@ -126,7 +126,7 @@ def test_a_kernel_that_does_not_run_has_no_error_to_print(few_cases: None, capsy
         found = report(capsys, status=1)
         assert main([]) == 1
     assert found["operations"][1] == {
-        "case": "rms_norm_rows",
+        "case": "argmax_rows",
         "runs": "nothing",
         "error": None,
         "failures": ["rms_norm_rows failed: out of registers"],

@@ -16,8 +16,8 @@ from oracles.eagle_numpy import EagleOracle
 from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, midlayer, speculators, write_eagle
 from tiny_models import CONFIGS, tiny_target
 
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.load import load_eagle

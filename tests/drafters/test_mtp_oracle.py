@@ -16,8 +16,8 @@ from oracles.mtp_numpy import MTPOracle
 from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
 
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.load import layer_config, load_mtp

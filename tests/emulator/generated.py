@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from emulator.errors import EmulatorError
 from emulator.lint import complaint, declarations
-from metal_kernels import launch
-from metal_kernels.launch import Kernel
+from metal_kernels.launching import launch
+from metal_kernels.launching.launch import Kernel
 
 ATTRIBUTES = {
     "thread_position_in_grid",
@@ -129,7 +129,7 @@ def _printed() -> Iterator[list[str]]:
 
 # Metal has no double: a literal without a suffix is a float.
 _FLOAT = re.compile(r"(?<![\w.])(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
-# The same declarations as in metal_kernels.cuda_dialect.
+# The same declarations as in metal_kernels.launching.cuda_dialect.
 _THREADGROUP_ARRAY = re.compile(r"(?m)^(\s*)threadgroup (?=[^;(]*\[[^;]*;)")
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup ([\w:]+)\s+((?:\w+\s*(?:\[[^\[\];]+\]\s*)+,?\s*)+);")
 

@@ -15,10 +15,10 @@ import numpy as np
 from emulator.compiler import HERE, compiled
 from emulator.errors import EmulatorError
 from emulator.generated import program
-from metal_kernels.launch import Kernel, Launcher
+from metal_kernels.launching.launch import Kernel, Launcher
 
 GUARD = 1 << 24
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 STACK = 1 << 18
 _PAGE = max(mmap.PAGESIZE, 16384)
 
@@ -56,7 +56,7 @@ def _launch(
     output_shapes: list[tuple[int, ...]],
     output_dtypes: list[mx.Dtype],
 ) -> list[mx.array]:
-    if min(*grid, *threadgroup) < 1 or math.prod(threadgroup) > MOST_THREADS:
+    if min(*grid, *threadgroup) < 1 or math.prod(threadgroup) > MAX_THREADS:
         raise EmulatorError(
             f"{kernel.name}: grid {grid} with threadgroups of {threadgroup}; Metal takes 1 to 1024"
         )
@@ -192,8 +192,8 @@ def _runtime() -> c.CDLL:
 
 @cache
 def _stacks() -> int:
-    base = _map(MOST_THREADS * STACK)
-    for thread in range(MOST_THREADS):
+    base = _map(MAX_THREADS * STACK)
+    for thread in range(MAX_THREADS):
         _libc.mprotect(base + thread * STACK + _PAGE, STACK - _PAGE, _READ_WRITE)
     return base
 

@@ -8,8 +8,8 @@ import pytest
 from emulator import launcher
 
 from metal_kernels.accept_rows import accept_rows
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 
 
 @pytest.fixture(params=["native", "stock", "reference"], autouse=True)
@@ -29,16 +29,16 @@ def loop(drafts: list[int], choices: list[int]) -> list[int]:
     return [*drafts, count, choices[count]]
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 7, 15, 40])
+@pytest.mark.parametrize("k", [0, 7, 40])
 def test_equals_a_loop(k: int) -> None:
-    """Two kinds of tokens: matches behind the first difference are frequent."""
+    """Two kinds of tokens: matches after the first difference are frequent."""
     for seed in range(12):
         draws = np.random.default_rng(seed).integers(0, 2, (2, k + 1)).tolist()
         drafts, choices = draws[0][:k], draws[1]
         assert accept_rows(int32(drafts), int32(choices)).tolist() == loop(drafts, choices)
 
 
-@pytest.mark.parametrize("k", [1, 7, 32, 33])
+@pytest.mark.parametrize("k", [1, 32, 33])
 def test_every_count_of_accepted_drafts(k: int) -> None:
     drafts = list(range(100, 100 + k))
     for count in range(k + 1):
@@ -64,17 +64,17 @@ def test_any_number_of_flags_in_their_order(count: int) -> None:
 
 
 @pytest.mark.parametrize(("k", "flags"), [(0, 0), (7, 4), (40, 2)])
-def test_of_the_flags_of_rows_those_that_stand_count(k: int, flags: int) -> None:
+def test_of_the_flags_of_rows_those_of_accepted_drafts_count(k: int, flags: int) -> None:
     drafts, others = list(range(k)), [mx.array([True, False])] * flags
     for count in range(k + 1):
         choices = int32([*drafts[:count], *[99] * (k + 1 - count)])
-        for wrong in {*range(k + 1)} - {*range(8, k - 3)}:
+        for wrong in {0, 1, count - 1, count, count + 1, k} & {*range(k + 1)}:
             rows = mx.array([row != wrong for row in range(k + 1)])
             outcome = accept_rows(int32(drafts), choices, others, rows)
             assert outcome.tolist() == [*drafts, count, 99, *[0] * flags, int(wrong > count)]
 
 
-def test_a_row_without_a_choice_accepts_nothing_behind_it() -> None:
+def test_a_row_without_a_choice_accepts_nothing_after_it() -> None:
     assert accept_rows(int32([4, 5]), int32([4, -1, 6])).tolist() == [4, 5, 1, -1]
 
 

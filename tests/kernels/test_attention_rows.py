@@ -1,9 +1,11 @@
 """attention_rows against the softmax formula in float64, position by position, and against itself bit by bit."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,9 @@ from emulator import launcher
 
 from metal_kernels import Cached, attention_rows
 from metal_kernels.attention_rows import split_of
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching import launch
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import Kernel, launching
 
 LAYERS, LAYER = 3, 1
 NO_PAGE = 2**30
@@ -34,7 +37,7 @@ def running(implementation: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of sequences, what stands before them, and how they attend. past: [length, 2, KV, D] a sequence."""
+    """Rows of sequences, what is cached before them, and how they attend. past: [length, 2, KV, D] a sequence."""
 
     queries: mx.array
     keys: mx.array
@@ -43,6 +46,7 @@ class Problem:
     counts: tuple[int, ...]
     options: dict[str, Any]
     slots: int = 32
+    starts: mx.array | None = None
 
     @staticmethod
     def random(
@@ -72,7 +76,7 @@ class Problem:
         )
 
     def run(self, *, seed: int = 0, padding: int = 0) -> mx.array:
-        """Attend over shuffled pages of a pool that is NaN wherever no position of a sequence stands."""
+        """Attend over shuffled pages of a pool that is NaN wherever no sequence has a position."""
         rng = np.random.default_rng(seed)
         held = [-(-past.shape[0] // self.slots) for past in self.past]
         numbers = list(rng.permutation(sum(held) + 3))
@@ -84,7 +88,9 @@ class Problem:
             for position, kv in enumerate(np.array(past.astype(mx.float32))):
                 pool[table[row, position // self.slots], LAYER, :, position % self.slots] = kv
         pages = mx.array(pool).astype(self.keys.dtype)
-        cached = Cached(mx.array(table), mx.array([past.shape[0] for past in self.past]), self.counts)
+        counts = self.counts if self.starts is None else (7,) * len(self.counts)
+        lengths = mx.array([past.shape[0] for past in self.past])
+        cached = Cached(mx.array(table), lengths, counts, self.starts)
         return attention_rows(
             self.queries,
             self.keys,
@@ -111,7 +117,7 @@ class Problem:
         )
 
     def path(self, path: list[int]) -> "Problem":
-        """Return the last row of a path through the only sequence, alone behind the path's other rows."""
+        """Return the last row of a path through the only sequence, alone after the path's other rows."""
         kv = mx.stack([self.keys, self.values], axis=1)
         past = mx.concatenate([self.past[0], *(kv[row : row + 1] for row in path[:-1])])
         last = slice(path[-1], path[-1] + 1)
@@ -183,6 +189,8 @@ SHAPES = [  # head dim, heads, KV heads, dtype
     (256, 2, 1, mx.float32),
     (16, 16, 1, mx.float16),
 ]
+# Magnitudes of queries, keys and values.
+SIZES = (0.1, 1.0, 13.0)
 PLACES = [  # cached positions, rows, window
     (0, 1, 1),
     (0, 16, 20),
@@ -192,16 +200,17 @@ PLACES = [  # cached positions, rows, window
     (33, 16, 64),
     (63, 3, 20),
     (64, 1, 64),
+    # The last row alone has left the first key of a whole tile.
+    (64, 3, 34),
     (70, 16, 45),
     (130, 5, 31),
 ]
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "dtype"), SHAPES)
-@pytest.mark.parametrize("size", [0.1, 1.0, 13.0])
-def test_kernel_equals_the_formula(size: float, dim: int, heads: int, kv_heads: int, dtype: mx.Dtype) -> None:
+def test_kernel_equals_the_formula(dim: int, heads: int, kv_heads: int, dtype: mx.Dtype) -> None:
     for i, (length, rows, at_most) in enumerate(PLACES):
-        for window in (None, at_most):
+        for window, size in ((None, SIZES[i % 3]), (at_most, SIZES[(i + 1) % 3])):
             problem = Problem.random(
                 (length,),
                 (rows,),
@@ -223,9 +232,44 @@ def test_kernel_equals_the_formula_over_splits_of_every_length(length: int) -> N
         assert_equals_formula(problem, problem.run())
 
 
+SPLITS = [64] * 32 + [128] * 32 + [256] * 32 + [512] * 40
+
+
 def test_splits_are_consecutive() -> None:
-    lengths = [64] * 32 + [128] * 32 + [256] * 32 + [512] * 10
-    assert [split_of(p) for p in range(sum(lengths))] == [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert [split_of(p) for p in range(sum(SPLITS))] == [s for s, n in enumerate(SPLITS) for _ in range(n)]
+
+
+def test_the_text_has_the_same_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first and the last position of every piece of 64, so that no boundary can be off by one."""
+    shutil.copy(launch.FOLDER / "_attention_splits.h", tmp_path)
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    (tmp_path / "splits.metal").write_text(
+        "// body\nconst int i = thread_position_in_grid.x;\n"
+        "splits[i] = split_of(i / 2 * 64 + i % 2 * 63);\nbegins[i] = split_begin(i);\n"
+    )
+    kernel = Kernel("splits", inputs=("x",), outputs=("splits", "begins"), includes=("_attention_splits.h",))
+    pieces = sum(SPLITS) // 64
+    with launching(launcher):
+        splits, begins = kernel(
+            [mx.zeros(8)],
+            template=[],
+            groups=(2 * pieces // 32, 1, 1),
+            threads=(32, 1, 1),
+            shapes=[(2 * pieces,)] * 2,
+            dtypes=[mx.int32] * 2,
+        )
+    assert splits.tolist() == [split_of(64 * piece + at) for piece in range(pieces) for at in (0, 63)]
+    assert begins.tolist()[: len(SPLITS)] == [sum(SPLITS[:split]) for split in range(len(SPLITS))]
+
+
+@pytest.mark.parametrize("options", [{}, {"block": True}], ids=str)
+def test_counts_that_only_the_device_knows_give_the_same_bits(options: dict[str, Any]) -> None:
+    """``starts`` shares the rows out; ``counts`` are bounds, larger than what sequences have."""
+    problem = Problem.random((70, 0, 33), (5, 2, 4), **options)
+    with running("native"):
+        expected = bits(problem.run(padding=1))
+        starts = mx.array([0, 5, 7, 11], dtype=mx.int32)
+        np.testing.assert_array_equal(bits(replace(problem, starts=starts).run(padding=1)), expected)
 
 
 # A tree of 16 rows: every row names its parent.
@@ -283,15 +327,16 @@ def test_pages_of_64_slots_give_the_bits_of_pages_of_32() -> None:
 
 @pytest.mark.parametrize("implementation", ["native", "stock"])
 def test_trees_of_sequences_equal_the_formula(implementation: str) -> None:
-    trees = paths_of([-1, 0, 0, 2]), paths_of([-1, -1, 0])
-    problem = Problem.random((37, 5), (4, 3), paths=path_table(*trees))
-    with running(implementation):
-        assert_equals_formula(problem, problem.run())
+    # In the second problem, rows of the second tree alone reach the next split.
+    for lengths, parents in (((37, 5), ([-1, 0, 0, 2], [-1, -1, 0])), ((5, 63), ([-1, -1, -1], [-1, 0, 1]))):
+        paths = path_table(*map(paths_of, parents))
+        problem = Problem.random(lengths, tuple(map(len, parents)), paths=paths)
+        with running(implementation):
+            assert_equals_formula(problem, problem.run())
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("slots", [8, 32])
-@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize(("slots", "rows"), [(8, 1), (8, 40), (32, 16)])
 def test_stock_equals_the_formula(rows: int, slots: int, dtype: mx.Dtype) -> None:
     for length, window in ((0, None), (7, 3), (8, None), (40, 20)):
         problem = Problem.random((length,), (rows,), dim=16, dtype=dtype, window=window)
@@ -299,7 +344,7 @@ def test_stock_equals_the_formula(rows: int, slots: int, dtype: mx.Dtype) -> Non
             assert_equals_formula(problem, replace(problem, slots=slots).run())
 
 
-def test_long_prompts_beside_short_rows_leave_them_their_bits() -> None:
+def test_long_prompts_leave_short_rows_their_bits() -> None:
     problem = Problem.random((40, 20, 9), (3, 40, 2))
     with running("native"):
         together = problem.run()
@@ -311,7 +356,7 @@ def test_long_prompts_beside_short_rows_leave_them_their_bits() -> None:
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), [(64, 4, 2), (128, 8, 1), (256, 2, 1)])
 def test_a_row_has_the_bits_of_the_same_row_alone(dim: int, heads: int, kv_heads: int, window: int | None) -> None:
-    """Whatever stands beside a row or behind it, whichever keys are cached, wherever pages lie."""
+    """Whatever rows come before or after it, whichever keys are cached, wherever pages lie."""
     for length in (0, 25, 57):
         problem = Problem.random((length,), (16,), heads=heads, kv_heads=kv_heads, dim=dim, window=window)
         with running("once"):

@@ -18,8 +18,8 @@ from metal_kernels.causal_conv_rows import (
     causal_conv_rows,
     reference_causal_conv_rows,
 )
-from metal_kernels.implementations import using
-from metal_kernels.launch import Kernel, Launcher, launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import Kernel, Launcher, launching
 from metal_kernels.row_spans import RowSpans
 
 # Relative to the largest number of the result: the rounding of the output's dtype, or of sums in float32.
@@ -65,7 +65,7 @@ def float64(x: mx.array) -> np.ndarray:
 
 
 def formula(x: mx.array, state: mx.array, weight: mx.array, heads: Heads) -> list[np.ndarray]:
-    """Convolve the rows behind one state [W - 1, C], and normalise, channel by channel in float64."""
+    """Convolve the rows after one state [W - 1, C], and normalise, channel by channel in float64."""
     seen, taps = np.concatenate([float64(state), float64(x)]), float64(weight)
     width = taps.shape[1]
     y = np.array([np.sum(seen[i : i + width].T * taps, axis=1) for i in range(len(x))])
@@ -190,6 +190,8 @@ def test_sequences_of_a_pass_do_not_mix(implementation: str) -> None:
     *got, kept = causal_conv_advance(x, old, before, state, weight, SMALL, spans=which, slots=slots)
     assert same((kept,), (causal_conv_replay(old, state, before, SMALL, slots=slots),))
     assert same(tuple(got), causal_conv_rows(x, kept, weight, SMALL, spans=which))
+    from_slots = causal_conv_rows(x, state, weight, SMALL, spans=which, slots=slots)
+    assert same(from_slots, causal_conv_rows(x, state[slots], weight, SMALL, spans=which))
     assert all(bool(mx.all(mx.isfinite(part))) for part in (*got, kept))
     for s in range(4):
         first, count, old_first, old_count = (

@@ -8,8 +8,8 @@ import pytest
 from emulator import launcher
 
 from metal_kernels import dynamic_conv
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 
 # Half a unit in the last place where the sum is rounded once; MLX's operations round after each step.
 ONE_ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}
@@ -50,20 +50,21 @@ def check(got: mx.array, expected: np.ndarray, chosen: str, dtype: mx.Dtype, sca
     np.testing.assert_allclose(float64(got), expected, atol=scale * absolute, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ONE_ROUNDING)
-@pytest.mark.parametrize("groups", [1, 12])
-@pytest.mark.parametrize("taps", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 2, 16])
-def test_equals_the_formula(rows: int, taps: int, groups: int, dtype: mx.Dtype, chosen: str) -> None:
-    x, base = random(1, rows, 12, dtype=dtype), random(2, taps, 12, dtype=dtype)
-    dynamic = random(3, rows, taps, groups, dtype=dtype)
-    expected = formula(float64(x), float64(base), float64(dynamic))
-    check(dynamic_conv(x, base, dynamic), expected, chosen, dtype)
+@pytest.mark.parametrize(
+    ("taps", "groups", "dtype"),
+    [(1, 12, mx.float32), (2, 1, mx.float16), (2, 12, mx.bfloat16), (3, 3, mx.float32)],
+)
+def test_equals_the_formula(taps: int, groups: int, dtype: mx.Dtype, chosen: str) -> None:
+    for rows in (1, 2, 16):
+        x, base = random(1, rows, 12, dtype=dtype), random(2, taps, 12, dtype=dtype)
+        dynamic = random(3, rows, taps, groups, dtype=dtype)
+        expected = formula(float64(x), float64(base), float64(dynamic))
+        check(dynamic_conv(x, base, dynamic), expected, chosen, dtype)
 
 
-@pytest.mark.parametrize("dtype", ONE_ROUNDING)
-@pytest.mark.parametrize("scale", [0.1, 13.0])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("side", "scale", "dtype"), [(0, 0.1, mx.float32), (1, 13.0, mx.float16), (1, 0.1, mx.bfloat16)]
+)
 def test_a_side_and_a_residual(side: int, scale: float, dtype: mx.Dtype, chosen: str) -> None:
     """More channels than a threadgroup has threads."""
     x, residual = (scale * random(seed, 5, 320, dtype=mx.float32) for seed in (1, 4))
@@ -82,7 +83,7 @@ def test_blocks_side_by_side_do_not_mix() -> None:
         np.testing.assert_allclose(float64(got[block]), expected, atol=2e-6)
 
 
-def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
+def test_a_row_does_not_depend_on_the_rows_after_it() -> None:
     """bfloat16: a shorter block is the beginning of a longer one, bit for bit."""
     x, base = random(1, 16, 12, dtype=mx.bfloat16), random(2, 2, 12, dtype=mx.bfloat16)
     dynamic = random(3, 16, 2, 3, dtype=mx.bfloat16)

@@ -14,15 +14,15 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from metal_kernels.causal_conv_rows import Heads, causal_conv_advance, causal_conv_replay, causal_conv_rows
 from metal_kernels.gated_delta_rows import (
-    DeltaRows,
+    DeltaInputs,
     Gates,
     gated_delta_advance,
     gated_delta_replay,
     gated_delta_rows,
     reference_gated_delta_rows,
 )
-from metal_kernels.implementations import using
-from metal_kernels.launch import Kernel, Launcher, launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import Kernel, Launcher, launching
 from metal_kernels.row_spans import RowSpans
 
 # Relative to the largest number of the result: the rounding of the output's dtype, or of sums in float32.
@@ -58,14 +58,14 @@ def inputs(
     dtype: mx.Dtype = mx.float32,
     size: float = 1.0,
     seed: int = 0,
-) -> tuple[mx.array, DeltaRows]:
+) -> tuple[mx.array, DeltaInputs]:
     """Return q and the rows of a pass, with unit keys; ``size`` is the magnitude of the values."""
     key_heads, value_heads, key_size, value_size = sizes
     q, k = normal(seed + 1, rows, key_heads, key_size), normal(seed + 2, rows, key_heads, key_size)
     q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = size * normal(seed + 3, rows, value_heads, value_size)
     g, beta = uniform(seed + 4, 0.3, 1.0, rows, value_heads), uniform(seed + 5, 0.0, 1.0, rows, value_heads)
-    return (q * key_size**-0.5).astype(dtype), DeltaRows(k.astype(dtype), v.astype(dtype), g, beta)
+    return (q * key_size**-0.5).astype(dtype), DeltaInputs(k.astype(dtype), v.astype(dtype), g, beta)
 
 
 def states(count: int, sizes: tuple[int, int, int, int] = SMALL, size: float = 1.0) -> mx.array:
@@ -73,8 +73,8 @@ def states(count: int, sizes: tuple[int, int, int, int] = SMALL, size: float = 1
     return size * normal(7, count, value_heads, value_size, key_size)
 
 
-def part(rows: DeltaRows, which: slice) -> DeltaRows:
-    return DeltaRows(rows.k[which], rows.v[which], rows.g[which], rows.beta[which])
+def part(rows: DeltaInputs, which: slice) -> DeltaInputs:
+    return DeltaInputs(rows.k[which], rows.v[which], rows.g[which], rows.beta[which])
 
 
 def spans(first: list[int], count: list[int], longest: int | None = None) -> RowSpans:
@@ -89,8 +89,8 @@ def float64(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
-def recurrence(q: mx.array, rows: DeltaRows, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step one state [Hv, Dv, Dk] through rows: outputs and the state behind them, in float64."""
+def recurrence(q: mx.array, rows: DeltaInputs, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Step one state [Hv, Dv, Dk] through rows: outputs and the state after them, in float64."""
     query, key, value, decay, rate = (float64(x) for x in (q, rows.k, rows.v, rows.g, rows.beta))
     per_head = value.shape[1] // key.shape[1]
     state, out = state.copy(), np.zeros(value.shape)
@@ -131,38 +131,38 @@ def test_equals_the_recurrence(
 ) -> None:
     q, new = inputs(rows, sizes, dtype, size)
     state = states(1, sizes, size)
-    out, behind = recurrence(q, new, float64(state)[0])
+    out, after = recurrence(q, new, float64(state)[0])
     got = gated_delta_rows(q, new, state)
     assert got.dtype == dtype
     assert_close(got, out, TOLERANCE[dtype])
     replayed = gated_delta_replay(new, state, accepted(rows, rows))
     assert replayed.dtype == mx.float32
-    assert_close(replayed, behind[None], TOLERANCE[mx.float32])
+    assert_close(replayed, after[None], TOLERANCE[mx.float32])
 
 
 def test_the_reference_equals_the_recurrence() -> None:
     q, new = inputs(5, QWEN)
     state = states(1, QWEN)
-    out, behind = recurrence(q, new, float64(state)[0])
+    out, after = recurrence(q, new, float64(state)[0])
     got, got_state = reference_gated_delta_rows(q, new, state)
     assert_close(got, out, TOLERANCE[mx.float32])
-    assert_close(got_state, behind[None], TOLERANCE[mx.float32])
+    assert_close(got_state, after[None], TOLERANCE[mx.float32])
 
 
 def test_equals_the_operations_of_mlx_lm(implementation: str) -> None:
     q, new = inputs(6)
     state = states(1)
-    out, behind = gated_delta_ops(q[None], new.k[None], new.v[None], new.g[None], new.beta[None], state)
+    out, after = gated_delta_ops(q[None], new.k[None], new.v[None], new.g[None], new.beta[None], state)
     assert_close(gated_delta_rows(q, new, state), float64(out)[0], TOLERANCE[mx.float32])
-    assert_close(gated_delta_replay(new, state, accepted(6, 6)), float64(behind), TOLERANCE[mx.float32])
+    assert_close(gated_delta_replay(new, state, accepted(6, 6)), float64(after), TOLERANCE[mx.float32])
 
 
-def projected(rows: int, dtype: mx.Dtype) -> tuple[mx.array, DeltaRows, Gates]:
+def projected(rows: int, dtype: mx.Dtype) -> tuple[mx.array, DeltaInputs, Gates]:
     """Return rows whose gates are still projections, side by side with others: [junk 3, b 4, junk 1, a 4]."""
     q, new = inputs(rows, dtype=dtype)
     wide = (4 * normal(11, rows, 12)).astype(dtype)
     a_log, dt_bias = mx.log(uniform(12, 0.01, 16.0, 4)), normal(13, 4).astype(dtype)
-    return q, DeltaRows(new.k, new.v, wide, wide), Gates(a_log, dt_bias, a_column=8, b_column=3)
+    return q, DeltaInputs(new.k, new.v, wide, wide), Gates(a_log, dt_bias, a_column=8, b_column=3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -170,24 +170,24 @@ def test_computes_the_gates(implementation: str, dtype: mx.Dtype) -> None:
     q, new, gates = projected(6, dtype)
     a, b = float64(new.g[:, 8:12]), float64(new.beta[:, 3:7])
     decay = np.exp(-np.exp(float64(gates.a_log)) * np.logaddexp(0, a + float64(gates.dt_bias)))
-    exact = DeltaRows(new.k, new.v, mx.array(decay), mx.array(1 / (1 + np.exp(-b))))
+    exact = DeltaInputs(new.k, new.v, mx.array(decay), mx.array(1 / (1 + np.exp(-b))))
     state = states(1)
-    out, behind = recurrence(q, exact, float64(state)[0])
+    out, after = recurrence(q, exact, float64(state)[0])
     assert_close(gated_delta_rows(q, new, state, gates=gates), out, TOLERANCE[dtype])
     replayed = gated_delta_replay(new, state, accepted(6, 6), gates=gates)
-    assert_close(replayed, behind[None], TOLERANCE[mx.float32])
+    assert_close(replayed, after[None], TOLERANCE[mx.float32])
 
 
 def test_gates_equal_those_of_mlx_lm(implementation: str) -> None:
     q, new, gates = projected(6, mx.float32)
     a, b = new.g[None, :, 8:12], new.beta[None, :, 3:7]
     state = states(1)
-    out, behind = gated_delta_update(
+    out, after = gated_delta_update(
         q[None], new.k[None], new.v[None], a, b, gates.a_log, gates.dt_bias, state, use_kernel=False
     )
     assert_close(gated_delta_rows(q, new, state, gates=gates), float64(out)[0], TOLERANCE[mx.float32])
     replayed = gated_delta_replay(new, state, accepted(6, 6), gates=gates)
-    assert_close(replayed, float64(behind), TOLERANCE[mx.float32])
+    assert_close(replayed, float64(after), TOLERANCE[mx.float32])
 
 
 def test_a_layer_of_qwen3_5_equals_mlx_lm(implementation: str) -> None:
@@ -217,7 +217,7 @@ def test_a_layer_of_qwen3_5_equals_mlx_lm(implementation: str) -> None:
     conv_state, state = mx.zeros((1, 3, heads.channels)), mx.zeros((1, 4, 32, 64))
     inputs, a, b = project(x[:5])
     q, k, v = causal_conv_rows(inputs, conv_state, weight, heads)
-    rows = DeltaRows(k, v, a, b)
+    rows = DeltaInputs(k, v, a, b)
     done = [finish(gated_delta_rows(q, rows, state, gates=gates), x[:5])]
     position = 5
     # Passes of 5, 4 and 4 rows; 2, then 3 rows are accepted.
@@ -226,7 +226,7 @@ def test_a_layer_of_qwen3_5_equals_mlx_lm(implementation: str) -> None:
         old_inputs, old_rows = inputs, rows
         inputs, a, b = project(x[position : position + count])
         q, k, v, conv_state = causal_conv_advance(inputs, old_inputs, some, conv_state, weight, heads)
-        rows = DeltaRows(k, v, a, b)
+        rows = DeltaInputs(k, v, a, b)
         out, state = gated_delta_advance(q, rows, old_rows, some, state, gates=gates)
         done = [mx.concatenate(done)[:position], finish(out, x[position : position + count])]
         position += count
@@ -237,9 +237,9 @@ def test_a_layer_of_qwen3_5_equals_mlx_lm(implementation: str) -> None:
 
 @pytest.mark.parametrize("a", [-80.0, -17.0, -15.0, -1e-3, 0.0, 20.0, 80.0])
 def test_a_decay_near_one_keeps_its_distance(implementation: str, a: float) -> None:
-    """A row that adds nothing siblings the decay itself in the state, as exact as float32 can hold."""
+    """A row that adds nothing leaves the decay itself in the state, as exact as float32 can hold."""
     _, new = inputs(1, (1, 1, 32, 32))
-    rows = DeltaRows(new.k, 0 * new.v, mx.array([[a]]), mx.array([[-200.0]]))
+    rows = DeltaInputs(new.k, 0 * new.v, mx.array([[a]]), mx.array([[-200.0]]))
     gates = Gates(mx.log(mx.array([16.0])), mx.array([0.0]))
     decayed = gated_delta_replay(rows, mx.ones((1, 1, 32, 32)), accepted(1, 1), gates=gates)
     expected = np.exp(-16.0 * np.logaddexp(0, a))
@@ -281,9 +281,9 @@ def test_an_advance_is_a_replay_and_a_pass(implementation: str, old_count: int) 
     _, old = inputs(3, dtype=mx.bfloat16, seed=20)
     q, new = inputs(9, dtype=mx.bfloat16)
     state = states(1)
-    out, behind = gated_delta_advance(q, new, old, accepted(old_count, 3), state)
+    out, after = gated_delta_advance(q, new, old, accepted(old_count, 3), state)
     expected = gated_delta_replay(old, state, accepted(old_count, 3))
-    assert same(behind, expected)
+    assert same(after, expected)
     assert same(out, gated_delta_rows(q, new, expected))
 
 
@@ -296,11 +296,13 @@ def test_sequences_of_a_pass_do_not_mix(implementation: str) -> None:
     state[1] = mx.nan
     slots = mx.array([3, 0, 3, 2], dtype=mx.int32)
     which, before = spans([5, 0, 1, 4], [3, 1, 3, 1]), spans([0, 2, 0, 5], [2, 0, 1, 2], 4)
-    out, behind = gated_delta_advance(q, new, old, before, state, spans=which, slots=slots)
-    plain = gated_delta_rows(q, new, behind, spans=which)
+    out, after = gated_delta_advance(q, new, old, before, state, spans=which, slots=slots)
+    plain = gated_delta_rows(q, new, after, spans=which)
     replayed = gated_delta_replay(old, state, before, slots=slots)
-    assert same(out, plain) and same(behind, replayed)
-    assert bool(mx.all(mx.isfinite(out))) and bool(mx.all(mx.isfinite(behind)))
+    from_slots = gated_delta_rows(q, new, state, spans=which, slots=slots)
+    assert same(from_slots, gated_delta_rows(q, new, state[slots], spans=which))
+    assert same(out, plain) and same(after, replayed)
+    assert bool(mx.all(mx.isfinite(out))) and bool(mx.all(mx.isfinite(after)))
     for s in range(4):
         first, count, old_first, old_count = (
             int(x[s].item()) for x in (which.first, which.count, before.first, before.count)
@@ -310,7 +312,7 @@ def test_sequences_of_a_pass_do_not_mix(implementation: str) -> None:
             own = gated_delta_replay(
                 part(old, slice(old_first, old_first + old_count)), own, accepted(old_count, old_count)
             )
-        assert same(behind[s], own[0]), s
+        assert same(after[s], own[0]), s
         assert same(out[first : first + count], gated_delta_rows(q[first : first + count], rows, own)), s
 
 
@@ -337,8 +339,8 @@ def test_refuses_what_it_cannot_take(implementation: str) -> None:
     q, new = inputs(4)
     state, some = states(1), accepted(4, 4)
 
-    def rows(**changed: mx.array) -> DeltaRows:
-        return DeltaRows(**{name: changed.get(name, getattr(new, name)) for name in ("k", "v", "g", "beta")})
+    def rows(**changed: mx.array) -> DeltaInputs:
+        return DeltaInputs(**{name: changed.get(name, getattr(new, name)) for name in ("k", "v", "g", "beta")})
 
     refused = [
         ("Hv a multiple of Hk", partial(gated_delta_rows, q, rows(v=new.v[:, :3]), state)),

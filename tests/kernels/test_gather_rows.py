@@ -9,10 +9,10 @@ import pytest
 from emulator import launcher
 from oracles.products_numpy import as_numpy, assert_rounded_once, dequantised, fused, product
 
-from metal_kernels.gather_rows import gather_rows, reference_gather_rows
+from metal_kernels.gather_rows import gather_rows
 from metal_kernels.gemm_rows import gemm_rows
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import Kernel, Launcher, launching
 from metal_kernels.qmm_rows import qmm_rows
 
 
@@ -58,6 +58,11 @@ def native(x: mx.array, **arguments: Any) -> mx.array:
         return gather_rows(x, **arguments)
 
 
+def reference(x: mx.array, **arguments: Any) -> mx.array:
+    with using("reference"):
+        return gather_rows(x, **arguments)
+
+
 def formula(case: Case, x: mx.array, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return the products of every row with every expert that it chose, and their noise."""
     weights = as_numpy(arguments["weight"]), None
@@ -78,8 +83,8 @@ def test_equals_the_formula(case: Case) -> None:
         x, arguments = inputs_of(case, size)
         got, expected = native(x, **arguments), formula(case, x, arguments)
         assert_rounded_once(got, *expected, case.dtype)
-        reference = as_numpy(reference_gather_rows(x, **arguments))
-        assert_rounded_once(got, reference, 2 * expected[1] + abs(reference) * 2**-8, case.dtype)
+        by_reference = as_numpy(reference(x, **arguments))
+        assert_rounded_once(got, by_reference, 2 * expected[1] + abs(by_reference) * 2**-8, case.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -108,6 +113,21 @@ def test_a_pair_has_the_bits_of_its_row_alone(case: Case) -> None:
                 triple = (weight[e], scales[e], biases[e])
                 alone = qmm_rows(row, *triple, group_size=32, bits=case.bits, gated=case.gated)
         assert mx.array_equal(got[r, t], alone[0]), (r, t)
+
+
+def test_the_kernel_takes_as_many_pairs_as_a_launch_grid() -> None:
+    def launch(kernel: Kernel) -> Launcher:
+        return lambda **given: [mx.zeros(given["output_shapes"][0])]
+
+    def gather(pairs: int) -> mx.array:
+        experts = mx.zeros((pairs, 1), dtype=mx.int32)
+        return gather_rows(mx.zeros((pairs, 8)), mx.zeros((1, 1, 8)), None, None, experts)
+
+    with launching(launch):
+        assert gather(65535).shape == (65535, 1, 1)
+        with pytest.raises(ValueError, match="1 to 65535 pairs of a row and an expert, not 65536"):
+            gather(65536)
+    assert gather(65536).shape == (65536, 1, 1)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {

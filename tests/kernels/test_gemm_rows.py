@@ -8,9 +8,9 @@ import pytest
 from emulator import launcher
 from oracles.products_numpy import as_numpy, assert_rounded_once, fused, product
 
-from metal_kernels.gemm_rows import gemm_rows, reference_gemm_rows
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.gemm_rows import gemm_rows
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ CASES = [
 
 
 def inputs_of(case: Case, size: float) -> tuple[mx.array, mx.array, dict[str, Any]]:
-    """Return rows of that magnitude whose mean is not zero, weights, and what is fused behind them."""
+    """Return rows of that magnitude whose mean is not zero, weights, and what is fused into their product."""
     keys = mx.random.split(mx.random.key(1), 4)
     x = (mx.random.normal((case.rows, case.depth), key=keys[0]) * size + size / 4).astype(case.dtype)
     weight = (mx.random.normal((case.outputs, case.depth), key=keys[1]) * 0.1 + 0.02).astype(case.dtype)
@@ -62,6 +62,11 @@ def native(x: mx.array, weight: mx.array, **extras: Any) -> mx.array:
         return gemm_rows(x, weight, **extras)
 
 
+def reference(x: mx.array, weight: mx.array, **extras: Any) -> mx.array:
+    with using("reference"):
+        return gemm_rows(x, weight, **extras)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case: Case) -> None:
     for size in (13.0, 0.1):
@@ -70,14 +75,14 @@ def test_equals_the_formula(case: Case) -> None:
         expected = fused(*product(as_numpy(x), as_numpy(weight)), **extras)
         assert_rounded_once(got, *expected, case.dtype)
         # Two roundings, so twice what one allows.
-        reference = as_numpy(reference_gemm_rows(x, weight, **extras))
-        assert_rounded_once(got, reference, 2 * expected[1] + abs(reference) * 2**-8, case.dtype)
+        by_reference = as_numpy(reference(x, weight, **extras))
+        assert_rounded_once(got, by_reference, 2 * expected[1] + abs(by_reference) * 2**-8, case.dtype)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_stock_and_reference_take_the_same(case: Case) -> None:
     x, weight, extras = inputs_of(case, 1.0)
-    expected = as_numpy(reference_gemm_rows(x, weight, **extras))
+    expected = as_numpy(reference(x, weight, **extras))
     for name in ("stock", "reference"):
         with using(name):
             got = gemm_rows(x, weight, **extras)
@@ -90,7 +95,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows() -> None:
     x, weight, extras = inputs_of(Case(16, 1112, 9, mx.bfloat16, bias=True), 1.0)
     whole = native(x, weight, **extras)
     assert len({row.item() for row in whole[:, 0]}) > 10
-    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15):
+    for rows in (1, 2, 5, 8, 9, 15):
         first = rows % 2
         assert mx.array_equal(native(x[first : first + rows], weight, **extras), whole[first : first + rows]), rows
 

@@ -16,11 +16,11 @@ from emulator import generated, launcher
 from emulator.generated import Specialisation
 
 import metal_kernels
-from metal_kernels import constants, cuda_dialect, implementations, launch
-from metal_kernels.cases import CASES
-from metal_kernels.implementations import VARIABLE, implementation, using
-from metal_kernels.launch import Kernel, can_launch, launching
-from metal_kernels.self_check import check
+from metal_kernels.checks.cases import CASES
+from metal_kernels.checks.self_check import check
+from metal_kernels.launching import constants, cuda_dialect, implementations, launch
+from metal_kernels.launching.implementations import VARIABLE, implementation, using
+from metal_kernels.launching.launch import Kernel, can_launch, launching
 
 # ---- the text
 
@@ -45,6 +45,14 @@ def test_a_file_without_a_body_is_an_error(folder: Path) -> None:
     (folder / "headless.metal").write_text("y[0] = 1;\n")
     with pytest.raises(ValueError):
         Kernel("headless", inputs=(), outputs=("y",)).text()
+
+
+def test_the_package_knows_arrays_alone() -> None:
+    """No module of mlx-lm, and of mlx.nn the function silu alone."""
+    for path in launch.FOLDER.rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"(?m)^\s*(?:import|from) (?:mlx_lm|mlx_spec)", text), path
+        assert set(re.findall(r"\bnn\.(\w+)", text)) <= {"silu"}, path
 
 
 # ---- CUDA
@@ -92,7 +100,7 @@ METAL_ATTRIBUTE = re.compile(
 
 def texts() -> dict[str, tuple[str, str]]:
     found = {}
-    for path in sorted(launch.FOLDER.glob("*.metal")):
+    for path in sorted([*launch.FOLDER.glob("*.metal"), *launch.FOLDER.glob("_*.h")]):
         helpers, _, body = path.read_text().partition(launch.BODY)
         found[path.name] = (helpers, body)
     return found
@@ -111,11 +119,10 @@ def test_the_dialect_covers_the_texts(name: str) -> None:
 
 def kernels() -> list[Kernel]:
     """Find the kernels that the package's modules define, without the twins, which only NVIDIA GPUs run."""
-    names = [module.name for module in pkgutil.iter_modules(metal_kernels.__path__)]
-    modules = [importlib.import_module(f"metal_kernels.{name}") for name in names]
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
-    found = {kernel for kernel in found if kernel.cuda_twin is None}
-    return sorted(found, key=lambda kernel: kernel.name)
+    found = pkgutil.walk_packages(metal_kernels.__path__, "metal_kernels.")
+    modules = [importlib.import_module(module.name) for module in found]
+    defined = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    return sorted((kernel for kernel in defined if kernel.cuda_twin is None), key=lambda kernel: kernel.name)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from emulator import launcher
 
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
 from metal_kernels.logprob_rows import logprob_rows
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -36,15 +36,16 @@ def check(logits: mx.array, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(np.array(got), wanted, rtol=tolerance, atol=4e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [0.1, 13.0])
-@pytest.mark.parametrize("count", [1, 300, SLICE + 1])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_equals_the_formula(rows: int, count: int, scale: float, dtype: mx.Dtype) -> None:
-    check((scale * mx.random.normal((rows, count), key=mx.random.key(rows))).astype(dtype))
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(1, mx.float32), *((300, dtype) for dtype in DTYPES), (SLICE + 1, mx.bfloat16)]
+)
+def test_equals_the_formula(count: int, dtype: mx.Dtype) -> None:
+    for rows in (1, 16):
+        for scale in (0.1, 13.0):
+            check((scale * mx.random.normal((rows, count), key=mx.random.key(rows))).astype(dtype))
 
 
-@pytest.mark.parametrize("count", [SLICE, 248_320, 34 * SLICE - 5])
+@pytest.mark.parametrize("count", [SLICE, 34 * SLICE - 5])
 def test_many_slices(count: int, chosen: str) -> None:
     """MLX's own sum of this many entries is less exact."""
     logits = mx.random.normal((2, count), key=mx.random.key(0)).astype(mx.bfloat16)

@@ -15,7 +15,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
 import mlx_spec.target.target
-from metal_kernels.launch import Kernel, Launcher, launching, noting_launches
+from metal_kernels.launching.launch import Kernel, Launcher, launching, noting_launches
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.engine import Engine, Request

@@ -8,9 +8,9 @@ import pytest
 from emulator import launcher
 from oracles.products_numpy import as_numpy, assert_rounded_once, dequantised, fused, product
 
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching
-from metal_kernels.qmm_rows import qmm_rows, reference_qmm_rows
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching
+from metal_kernels.qmm_rows import qmm_rows
 from metal_kernels.row_products import FLOATS, geometry
 
 
@@ -58,7 +58,7 @@ def weights_of(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def inputs_of(case: Case, size: float) -> tuple[mx.array, dict[str, Any]]:
-    """Return rows of that magnitude whose mean is not zero, and what is fused behind them."""
+    """Return rows of that magnitude whose mean is not zero, and what is fused into their product."""
     keys = mx.random.split(mx.random.key(1), 3)
     x = (mx.random.normal((case.rows, case.depth), key=keys[0]) * size + size / 4).astype(case.dtype)
     bias = mx.random.normal((case.outputs,), key=keys[1]).astype(case.scale_dtype or case.dtype)
@@ -76,6 +76,11 @@ def native(x: mx.array, **arguments: Any) -> mx.array:
         return qmm_rows(x, **arguments)
 
 
+def reference(x: mx.array, **arguments: Any) -> mx.array:
+    with using("reference"):
+        return qmm_rows(x, **arguments)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case: Case) -> None:
     packed = weights_of(case)
@@ -85,14 +90,14 @@ def test_equals_the_formula(case: Case) -> None:
         expected = fused(*product(as_numpy(x), *dequantised(*packed.values())), **extras)
         assert_rounded_once(got, *expected, case.dtype)
         # Two roundings, so twice what one allows.
-        reference = as_numpy(reference_qmm_rows(x, **packed, **extras))
-        assert_rounded_once(got, reference, 2 * expected[1] + abs(reference) * 2**-8, case.dtype)
+        by_reference = as_numpy(reference(x, **packed, **extras))
+        assert_rounded_once(got, by_reference, 2 * expected[1] + abs(by_reference) * 2**-8, case.dtype)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[6]], ids=str)
 def test_stock_and_reference_take_the_same(case: Case) -> None:
     packed, (x, extras) = weights_of(case), inputs_of(case, 1.0)
-    expected = as_numpy(reference_qmm_rows(x, **packed, **extras))
+    expected = as_numpy(reference(x, **packed, **extras))
     for name in ("stock", "reference"):
         with using(name):
             got = qmm_rows(x, **packed, **extras)

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 from emulator import launcher
 
-from metal_kernels import self_check
-from metal_kernels.cases import CASES, ROWS, TIMED, Case, Rows
-from metal_kernels.implementations import using
-from metal_kernels.launch import BODY, FOLDER, Kernel, Launcher, launching, noting_launches
-from metal_kernels.self_check import TOLERANCE, Finding, check, described, difference
+from metal_kernels.checks import self_check
+from metal_kernels.checks.cases import CASES, ROWS, TIMED, Case, CaseRun
+from metal_kernels.checks.self_check import TOLERANCE, Finding, check, described, difference
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import BODY, FOLDER, Kernel, Launcher, launching, noting_launches
 
 EMULATED = partial(launcher, check=False)
 BY_NAME = {case.name: case for case in CASES}
@@ -79,6 +79,15 @@ def test_an_output_that_is_no_number_is_found() -> None:
     assert "gemm_rows differs from its reference by nan of the largest value" in found.failures
 
 
+def test_the_last_output_alone_may_be_no_number() -> None:
+    def spoil(kernel: Kernel, settings: dict[str, Any], outputs: list[mx.array]) -> list[mx.array]:
+        (out,) = outputs
+        return [mx.where(mx.arange(out.size) < ROWS, out, mx.nan)] if out.ndim == 1 else outputs
+
+    found = check_emulated(BY_NAME["logprob_rows"], spoil)
+    assert "logprob_rows differs from its reference by nan of the largest value" in found.failures
+
+
 @pytest.mark.parametrize(
     "name, kernel_name",
     [
@@ -109,13 +118,13 @@ def test_a_kernel_that_does_not_run_is_a_failure_and_no_exception() -> None:
         raise RuntimeError("no such function: simd_sum")
 
     with launching(broken):
-        found = check(BY_NAME["rms_norm_rows"])
-    assert found.failures == ("rms_norm_rows failed: no such function: simd_sum",)
+        found = check(BY_NAME["argmax_rows"])
+    assert found.failures == ("argmax_rows failed: no such function: simd_sum",)
     assert found.runs == "nothing"
 
 
 def test_stock_operations_are_not_held_to_the_reference() -> None:
-    case = Case("doubled", lambda: Rows(lambda count: (mx.ones((count, 2)) * scale(),), None))
+    case = Case("doubled", lambda: CaseRun(lambda count: (mx.ones((count, 2)) * scale(),), None))
 
     def scale() -> float:
         return 1.0 if self_check.implementation() == "reference" else 2.0

@@ -11,8 +11,9 @@ import mlx.core as mx
 import pytest
 from cuda_text import compile_cuda, cuda_text
 
-from metal_kernels import gemm_rows, launch, qmm_rows, tensor_cores
-from metal_kernels.launch import Kernel, launching
+from metal_kernels import gemm_rows, qmm_rows
+from metal_kernels.launching import launch, tensor_cores
+from metal_kernels.launching.launch import Kernel, launching
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def test_sixteen_bit_rows_take_the_tensor_cores(dtype: mx.Dtype, bits: int | Non
         dict(dtype=mx.float32),
         dict(dtype=mx.float32, bits=None),
         dict(dtype=mx.float32, scales=mx.bfloat16),
+        dict(dtype=mx.float32, bias=mx.zeros((96,), dtype=mx.bfloat16)),
         dict(dtype=mx.bfloat16, bits=6),
         dict(dtype=mx.bfloat16, bits=3),
     ],
@@ -103,6 +105,7 @@ def test_a_cut_covers_the_outputs_in_the_memory_there_is(
     width = outputs // 2 if gated else outputs
     assert (blocks - 1) * columns < width <= blocks * columns
     assert settings["threadgroup"] == (32 * template["WARPS"], 1, 1)
+    assert template["WARPS"] == 4 or outputs < tensor_cores.WIDE
     chunk = 128 if bits is None else max(64, group_size * bits // 8)
     ring = template["WARPS"] * template["STAGES"] * 16 * template["TILES"] * chunk
     sums = template["WARPS"] * 16 * template["TILES"] * 16 * 4
@@ -110,9 +113,18 @@ def test_a_cut_covers_the_outputs_in_the_memory_there_is(
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (8, 64), (8, 128), (None, 0)])
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "group_size", "rows"),
+    [
+        (mx.bfloat16, 4, 32, 16),
+        (mx.bfloat16, 4, 64, 8),
+        (mx.float16, 4, 64, 16),
+        (mx.bfloat16, 8, 64, 16),
+        (mx.float16, 8, 128, 8),
+        (mx.bfloat16, None, 0, 16),
+        (mx.float16, None, 0, 8),
+    ],
+)
 def test_nvcc_compiles(
     dtype: mx.Dtype, bits: int | None, group_size: int, rows: int, calls: list, tmp_path: Path
 ) -> None:

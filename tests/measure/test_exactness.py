@@ -15,8 +15,8 @@ from tiny_folders import write_dflash2, write_model
 from tiny_models import tiny_target
 
 import mlx_spec.measure.exactness
-from metal_kernels.implementations import VARIABLE, implementation, using
-from metal_kernels.launch import Kernel, Launcher, launching
+from metal_kernels.launching.implementations import VARIABLE, implementation, using
+from metal_kernels.launching.launch import Kernel, Launcher, launching
 from mlx_spec import generate, load, stream_generate
 from mlx_spec.cli.generate import main
 from mlx_spec.engine import Engine, Request

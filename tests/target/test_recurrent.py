@@ -14,8 +14,8 @@ from tiny_models import HYBRIDS, tiny_target
 
 import mlx_spec.target.target
 from metal_kernels import MAX_CHUNK_ROWS
-from metal_kernels.implementations import using
-from metal_kernels.launch import launching, noting_launches
+from metal_kernels.launching.implementations import using
+from metal_kernels.launching.launch import launching, noting_launches
 from mlx_spec.errors import PositionError
 from mlx_spec.target import CachedSequence, Pass, Target
 from mlx_spec.target.batch_layout import chunks_of

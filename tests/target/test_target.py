@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 import mlx_spec.target.target
-from metal_kernels.launch import launching
+from metal_kernels.launching.launch import launching
 from mlx_spec.errors import ContextFull, RequestError, UnsupportedModel
 from mlx_spec.target import Target
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from tiny_drafters import dflash2_config
 
-from metal_kernels.implementations import using
+from metal_kernels.launching.implementations import using
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
 from tools import dflash2_loss as dflash2

@@ -12,9 +12,11 @@ from mlx import nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
-from metal_kernels import Rope, dynamic_conv, module_rows, rope_frequencies
+from metal_kernels import Rope, dynamic_conv
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.selector import CandidateSelector
+from mlx_spec.target.linears import module_rows
+from mlx_spec.target.rope import rope_frequencies
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
 """Attention of layer l: (l, queries [N, B, H, D], keys and values [N, B, KV, D]) to [N, B, H, D]."""

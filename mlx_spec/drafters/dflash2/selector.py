@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx import nn
 
-from metal_kernels import module_rows
 from mlx_spec.drafters.base import Draft, DraftRequest, stack_drawn
 from mlx_spec.drafters.dflash2.config import DFlash2Config
+from mlx_spec.target.linears import module_rows
 
 
 class CandidateSelector(nn.Module):

@@ -6,10 +6,11 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from metal_kernels import Linear, context_kv, linear_rows
+from metal_kernels import context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.errors import PositionError
+from mlx_spec.target.linears import joined_linears
 
 
 @dataclass
@@ -68,7 +69,7 @@ class ContextWriter:
         """Join the projections of a loaded model, whose modules become views of them."""
         self.model = model
         attentions = [layer.self_attn for layer in model.layers]
-        self.linears = Linear.joined([p for a in attentions for p in (a.k_proj, a.v_proj)])
+        self.linears = joined_linears([p for a in attentions for p in (a.k_proj, a.v_proj)])
         self.norms = mx.stack([a.k_norm.weight for a in attentions])
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope

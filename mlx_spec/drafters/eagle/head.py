@@ -22,12 +22,14 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from metal_kernels import Linear, linear_rows, rope_frequencies
+from metal_kernels import Linear, linear_rows
 from mlx_spec.drafters.chain import AttentionInputs
 from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.families import FeedForward, dense
 from mlx_spec.target.layers import Attention, Norm
+from mlx_spec.target.linears import joined_linears, linear_of
+from mlx_spec.target.rope import rope_frequencies
 
 
 class EagleHead(nn.Module):
@@ -130,7 +132,7 @@ class EagleForward:
         return EagleForward(
             spec,
             config,
-            Linear.of(head.fc) if "fc" in head else None,
+            linear_of(head.fc) if "fc" in head else None,
             optional_norm(head, "input_norm"),
             tuple(Norm.of(norm) for norm in head.get("fc_norm", ())),
             optional_norm(layer, "input_layernorm"),
@@ -186,11 +188,11 @@ def read_attention(module: EagleAttention, config: HeadConfig) -> Attention:
     norms = (module.q_norm.weight, module.k_norm.weight) if "q_norm" in module else None
     return Attention(
         index=0,
-        qkv=Linear.joined([module.q_proj, module.k_proj, module.v_proj]),
+        qkv=joined_linears([module.q_proj, module.k_proj, module.v_proj]),
         qk_norm=norms,
         eps=config.eps,
         rope=rope_frequencies(module.rope),
-        output=Linear.of(module.o_proj),
+        output=linear_of(module.o_proj),
         heads=config.heads,
         kv_heads=config.kv_heads,
         gated=False,

@@ -21,6 +21,7 @@ from mlx_spec.drafters.chain import AttentionInputs
 from mlx_spec.drafters.mtp.spec import MTPSpec
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
+from mlx_spec.target.linears import linear_of
 
 
 class MTPHead(nn.Module):
@@ -78,7 +79,7 @@ class MTPForward:
             spec,
             Norm.of(head.pre_fc_norm_embedding),
             Norm.of(head.pre_fc_norm_hidden),
-            Linear.of(head.fc),
+            linear_of(head.fc),
             layer.input_norm,
             layer.mixer,
             layer.post_norm,

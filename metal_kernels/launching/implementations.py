@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, cast
 
-from metal_kernels.launch import can_launch, is_emulated
+from metal_kernels.launching.launch import can_launch, is_emulated
 
 Implementation = Literal["native", "stock", "reference"]
 VARIABLE = "MLX_SPEC_KERNELS"

@@ -53,7 +53,7 @@ METAL_FUNC uint two_values(const thread uint (&words)[BITS], int at) {
 
 // The weights of four ``index`` of the 32 values; base_bias is the group's bias without scale * BASE.
 template <int BITS>
-METAL_FUNC void unpack_four(
+METAL_FUNC void dequantize_four(
     const thread uint (&words)[BITS], int index, float scale, float base_bias, thread float (&weights)[4]) {
   constexpr int PLACE = BITS == 4 ? 4 : 10 - BITS, LEFT = PLACE > BITS ? PLACE - BITS : 0;
   constexpr int RIGHT = PLACE < BITS ? BITS - PLACE : 0;
@@ -90,7 +90,7 @@ METAL_FUNC void add_words(
     for (int index = 0; index < 4; index++) {
       float weights[C][4];
 #pragma unroll
-      for (int c = 0; c < C; c++) unpack_four<BITS>(words[c], index, scale[c], base_bias[c], weights[c]);
+      for (int c = 0; c < C; c++) dequantize_four<BITS>(words[c], index, scale[c], base_bias[c], weights[c]);
       add_four<T>(weights, rows, first + index, sums);
     }
 #pragma unroll

@@ -14,16 +14,16 @@ METAL_FUNC int split_of(int position) {
 METAL_FUNC float lowest_score() { return -3.40282347e38f; }
 
 // Lane d of a simdgroup gets the row, counted from the sequence's first, that its row `row` sees d positions
-// behind what is cached, or -1. `paths` is indexed from the sequence's first row on.
+// after the end of what is cached, or -1. `paths` is indexed from the sequence's first row on.
 template <bool HAS_PATHS, bool IS_BLOCK, typename P>
-METAL_FUNC int row_behind(P paths, int stride, int row, int count, int lane) {
+METAL_FUNC int row_seen_at(P paths, int stride, int row, int count, int lane) {
   if (lane >= count) return -1;
   if (HAS_PATHS) return paths[row * stride + lane];
   return IS_BLOCK || lane <= row ? lane : -1;
 }
 
-// The position of a row, from what `row_behind` gave to the lanes.
+// The position of a row, from what `row_seen_at` gave to the lanes.
 template <bool IS_BLOCK>
-METAL_FUNC int position_of(int length, int row, int behind) {
-  return length + (IS_BLOCK ? row : metal::simd_sum(behind >= 0 ? 1 : 0) - 1);
+METAL_FUNC int position_of(int length, int row, int seen) {
+  return length + (IS_BLOCK ? row : metal::simd_sum(seen >= 0 ? 1 : 0) - 1);
 }

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.launch import runs_on_cuda
+from metal_kernels.launching.launch import runs_on_cuda
 
-INCLUDES = ("tensor_cores.cuh",)
+INCLUDES = ("launching/tensor_cores.cuh",)
 TILES, STAGES = 2, 2
-# What a copy to shared memory moves at once, and the least that a warp takes of a row at a time.
+# Bytes that a copy to shared memory moves at once, and the fewest that a warp takes of a row at a time.
 PIECE, CHUNK = 16, 64
 # From so many output columns on, blocks of half the warps fill the GPU better.
 WIDE = 16384
@@ -19,7 +19,7 @@ STATIC_MEMORY = 48 * 1024
 class TensorCut:
     """How ``qmm_rows.cu`` and ``gemm_rows.cu`` cut a product; row_tiles: how many times 8 rows of x there are.
 
-    All else depends on the weights alone, so a row gets the same bits beside any number of others.
+    All else depends on the weights alone, so a row gets the same bits among any number of others.
     """
 
     row_tiles: int
@@ -40,8 +40,8 @@ class TensorCut:
 def tensor_cut(x: mx.array, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
     """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes; a warp takes ``chunk`` of them at a time.
 
-    None where tensor cores cannot do it: on other machines, for float32 rows, for weight rows that are no whole
-    number of pieces.
+    None where tensor cores cannot do it: on other machines, for weight rows that are no whole number of pieces,
+    and for float32 rows, the only ones whose scales and biases may have another dtype.
     """
     if not runs_on_cuda() or x.dtype == mx.float32 or row_bytes % PIECE:
         return None

@@ -7,9 +7,9 @@ from textwrap import shorten
 
 import mlx.core as mx
 
-from metal_kernels.cases import ROWS, Case, Outputs
-from metal_kernels.implementations import implementation, using
-from metal_kernels.launch import Kernel, is_emulated, noting_launches, runs_on_cuda
+from metal_kernels.checks.cases import ROWS, Case, Outputs
+from metal_kernels.launching.implementations import implementation, using
+from metal_kernels.launching.launch import Kernel, is_emulated, noting_launches, runs_on_cuda
 
 # Of the largest magnitude: two units in the last place of a bfloat16.
 TOLERANCE = 2**-7
@@ -39,18 +39,18 @@ def check(case: Case) -> Finding:
 
 
 def _check(case: Case) -> Finding:
-    rows = case.make()
+    case_run = case.make()
     with noting_launches() as launched:
-        found = rows.run(ROWS)
+        found = case_run.run(ROWS)
         mx.eval(found)
     with using("reference"):
-        expected = rows.run(ROWS)
+        expected = case_run.run(ROWS)
     errors = [difference(a, b) for a, b in zip(found, expected, strict=True)]
     error = max(errors, key=lambda value: (math.isnan(value), value))
     failures = []
     if launched and not error <= TOLERANCE:
         failures.append(f"{case.name} differs from its reference by {error:.2g} of the largest value")
-    unequal = [] if rows.alone is None else unequal_rows(found, rows.alone)
+    unequal = [] if case_run.alone is None else unequal_rows(found, case_run.alone)
     if unequal:
         numbers = ", ".join(str(row + 1) for row in unequal)
         failures.append(f"{case.name}: of {ROWS} rows, number {numbers} differs from the row alone")

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from metal_kernels.accept_rows import accept_rows
 from metal_kernels.argmax_rows import argmax_rows
@@ -17,7 +16,7 @@ from metal_kernels.attention_rows import Cached, attention_rows
 from metal_kernels.causal_conv_rows import Heads, causal_conv_advance, causal_conv_replay, causal_conv_rows
 from metal_kernels.dynamic_conv import dynamic_conv
 from metal_kernels.gated_delta_rows import (
-    DeltaRows,
+    DeltaInputs,
     Gates,
     gated_delta_advance,
     gated_delta_replay,
@@ -25,15 +24,15 @@ from metal_kernels.gated_delta_rows import (
 )
 from metal_kernels.gather_rows import gather_rows
 from metal_kernels.gemm_rows import gemm_rows
+from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.logprob_rows import logprob_rows
 from metal_kernels.norm_rope import context_kv, qkv_norm_rope
 from metal_kernels.qmm_rows import qmm_rows
-from metal_kernels.rms_norm_rows import rms_norm_rows
-from metal_kernels.rope import rope_frequencies
+from metal_kernels.rope import Rope
 from metal_kernels.row_spans import RowSpans
 from metal_kernels.topk_rows import topk_rows
 
-ROWS = 16
+ROWS = MAX_VERIFY_ROWS
 SLOTS = 32
 DTYPE = mx.bfloat16
 
@@ -41,11 +40,12 @@ Outputs = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
-class Rows:
+class CaseRun:
     """An operation over fixed inputs of 16 rows.
 
-    run: returns the outputs of the first 1 to 16 rows, rows on the first axis. alone: returns those of one row, by
-    its number, computed as a pass of its own behind the rows before it; None where a row sees rows behind it.
+    run: returns the outputs of the first 1 to 16 rows, rows on the first axis.
+    alone: returns those of one row, by its number, computed as a pass of its own after the rows before it; None
+        where a row sees later rows.
     """
 
     run: Callable[[int], Outputs]
@@ -54,15 +54,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Case:
-    """A name for people, which begins with that of the operation, and what makes its rows."""
+    """A name for people, which begins with that of the operation, and what prepares its run."""
 
     name: str
-    make: Callable[[], Rows]
+    make: Callable[[], CaseRun]
 
 
-def each_row(operation: Callable[..., Outputs], *inputs: mx.array) -> Rows:
-    """Return the rows of an operation that takes row r from row r of every input."""
-    return Rows(
+def each_row(operation: Callable[..., Outputs], *inputs: mx.array) -> CaseRun:
+    """Return the run of an operation that takes row r from row r of every input."""
+    return CaseRun(
         lambda count: operation(*(x[:count] for x in inputs)),
         lambda row: operation(*(x[row : row + 1] for x in inputs)),
     )
@@ -73,8 +73,14 @@ def random(seed: int, *shape: int, scale: float = 1.0, dtype: mx.Dtype = DTYPE) 
     return (scale * mx.random.normal(shape, key=mx.random.key(seed))).astype(dtype)
 
 
-def qmm(outputs: int = 88, depth: int = 1152, bits: int = 4, fused: bool = False) -> Rows:
-    """Packed weights times rows; fused: with a bias, gated, and a residual added."""
+def plain_rope(dims: int, base: float = 10000.0) -> Rope:
+    """Return the rotation of whole heads of ``dims`` entries by the powers of one base."""
+    frequencies = mx.array([1.0 / base ** (i / dims) for i in range(0, dims, 2)])
+    return Rope(dims, False, 1.0, frequencies, {"base": base, "scale": 1.0, "freqs": None})
+
+
+def qmm(outputs: int = 88, depth: int = 1152, bits: int = 4, fused: bool = False) -> CaseRun:
+    """Quantised weights times rows; fused: with a bias, gated, and a residual added."""
     weight, scales, biases = mx.quantize(random(0, outputs, depth, scale=depth**-0.5), 64, bits)
     bias = random(1, outputs) if fused else None
 
@@ -95,7 +101,7 @@ def qmm(outputs: int = 88, depth: int = 1152, bits: int = 4, fused: bool = False
     return each_row(operation, random(2, ROWS, depth), random(3, ROWS, outputs // 2))
 
 
-def gemm(outputs: int = 88, depth: int = 1152, fused: bool = False) -> Rows:
+def gemm(outputs: int = 88, depth: int = 1152, fused: bool = False) -> CaseRun:
     """Plain weights times rows; fused: as for ``qmm``."""
     weight = random(0, outputs, depth, scale=depth**-0.5)
     bias = random(1, outputs) if fused else None
@@ -106,11 +112,11 @@ def gemm(outputs: int = 88, depth: int = 1152, fused: bool = False) -> Rows:
     return each_row(operation, random(2, ROWS, depth), random(3, ROWS, outputs // 2))
 
 
-def gather(packed: bool = True) -> Rows:
-    """Two of six experts a row, packed in 4 bits or plain, gated."""
+def gather(quantized: bool = True) -> CaseRun:
+    """Two of six experts a row, quantised to 4 bits or plain, gated."""
     weight = random(0, 6, 44, 192, scale=192**-0.5)
     scales = biases = None
-    if packed:
+    if quantized:
         weight, scales, biases = mx.quantize(weight, 64, 4)
     experts = mx.array([[r % 6, (r * r + 1) % 6] for r in range(ROWS)], dtype=mx.int32)
 
@@ -128,13 +134,13 @@ def attention(
     sinks: bool = False,
     parents: tuple[int, ...] | None = None,
     **options: Any,
-) -> Rows:
-    """Rows behind ``context`` positions in pages out of order; parents: row r of a tree follows parents[r]."""
+) -> CaseRun:
+    """Rows after ``context`` positions, in pages out of order; parents: row r of a tree follows parents[r]."""
     queries = random(0, ROWS, heads, dim)
     keys, values = random(1, ROWS, kv_heads, dim), random(2, ROWS, kv_heads, dim)
     count = -(-(context + ROWS) // SLOTS)
     held = random(3, count, 2, 2, SLOTS, kv_heads, dim)
-    # The rows themselves stand in the pool too, behind what is cached: nobody may read them before they are.
+    # The pool also holds the rows themselves, after what is cached: nobody may read them before they are.
     places = [(p // SLOTS, p % SLOTS) for p in range(context, context + ROWS)]
     pages, slots = (mx.array(part) for part in zip(*places, strict=True))
     held[pages, 1, :, slots] = mx.stack([keys, values], axis=1)
@@ -149,12 +155,12 @@ def attention(
     if parents is not None:
         paths = [path_to(row, parents) for row in range(ROWS)]
         padded = mx.array([path + [-1] * (ROWS - len(path)) for path in paths], dtype=mx.int32)
-        return Rows(
+        return CaseRun(
             lambda count: attend(mx.arange(count), context, padded[:count, :count]),
             # The path to a row, as a text without branches.
             lambda row: tuple(x[-1:] for x in attend(mx.array(paths[row]), context)),
         )
-    return Rows(
+    return CaseRun(
         lambda count: attend(mx.arange(count), context),
         None if options.get("block") else lambda row: attend(mx.array([row]), context + row),
     )
@@ -165,9 +171,9 @@ def path_to(row: int, parents: tuple[int, ...]) -> list[int]:
     return [*path_to(parents[row], parents), row] if row >= 0 else []
 
 
-def projection(heads: int = 3, kv_heads: int = 1, dim: int = 64, gated: bool = False) -> Rows:
+def projection(heads: int = 3, kv_heads: int = 1, dim: int = 64, gated: bool = False) -> CaseRun:
     """A joined projection cut, normed and rotated."""
-    rope = rope_frequencies(nn.RoPE(dim, base=10000.0))
+    rope = plain_rope(dim)
     weights = random(0, dim) + 1, random(1, dim) + 1
     positions = mx.arange(1000, 1000 + ROWS, dtype=mx.int32)
 
@@ -178,9 +184,9 @@ def projection(heads: int = 3, kv_heads: int = 1, dim: int = 64, gated: bool = F
     return each_row(operation, random(2, ROWS, ((1 + gated) * heads + 2 * kv_heads) * dim), positions)
 
 
-def context_keys(layers: int = 3, kv_heads: int = 2, dim: int = 64) -> Rows:
+def context_keys(layers: int = 3, kv_heads: int = 2, dim: int = 64) -> CaseRun:
     """A drafter's context keys and values of all layers."""
-    rope = rope_frequencies(nn.RoPE(dim, base=10000.0))
+    rope = plain_rope(dim)
     weights = random(0, layers, dim) + 1
 
     def operation(x: mx.array, at: mx.array) -> Outputs:
@@ -191,17 +197,7 @@ def context_keys(layers: int = 3, kv_heads: int = 2, dim: int = 64) -> Rows:
     )
 
 
-def rms_norm(width: int = 576) -> Rows:
-    """A residual added, and the sum normed."""
-    weight = random(0, width) + 1
-    return each_row(
-        lambda x, residual: rms_norm_rows(x, weight, 1e-6, residual),
-        random(1, ROWS, width),
-        random(2, ROWS, width),
-    )
-
-
-def conv(width: int = 96, groups: int = 6, taps: int = 3) -> Rows:
+def conv(width: int = 96, groups: int = 6, taps: int = 3) -> CaseRun:
     """The second of two dynamic convolutions, with a residual."""
     x, residual = random(0, ROWS, width), random(1, ROWS, width)
     base, dynamic = random(2, 2, taps, width), random(3, ROWS, 2, taps, groups)
@@ -209,14 +205,14 @@ def conv(width: int = 96, groups: int = 6, taps: int = 3) -> Rows:
     def rows(part: slice) -> Outputs:
         return (dynamic_conv(x[part], base, dynamic[part], residual[part], side=1),)
 
-    return Rows(
+    return CaseRun(
         lambda count: rows(slice(count)),
         # A row with the rows that its taps reach.
         lambda row: tuple(out[-1:] for out in rows(slice(max(0, row - taps + 1), row + 1))),
     )
 
 
-def topk(vocabulary: int = 5000, k: int = 16) -> Rows:
+def topk(vocabulary: int = 5000, k: int = 16) -> CaseRun:
     """The best entries of rows of logits, and whether all of them are finite."""
 
     def operation(logits: mx.array) -> Outputs:
@@ -226,20 +222,20 @@ def topk(vocabulary: int = 5000, k: int = 16) -> Rows:
     return each_row(operation, random(0, ROWS, vocabulary, scale=13.0))
 
 
-def argmax(vocabulary: int = 9000) -> Rows:
+def argmax(vocabulary: int = 9000) -> CaseRun:
     """The best entry of rows of logits."""
     return each_row(argmax_rows, random(0, ROWS, vocabulary, scale=13.0))
 
 
-def logprob(vocabulary: int = 9000) -> Rows:
+def logprob(vocabulary: int = 9000) -> CaseRun:
     """The log-probability of a token of each row."""
     return each_row(
         logprob_rows, random(0, ROWS, vocabulary, scale=13.0), mx.arange(0, 16 * 500, 500, dtype=mx.int32)
     )
 
 
-def accept(drafts: int = 7) -> Rows:
-    """Sixteen rounds of drafts, of which 0 to 7 stand."""
+def accept(drafts: int = 7) -> CaseRun:
+    """Sixteen rounds of drafts, of which 0 to 7 are accepted."""
     choices = mx.broadcast_to(mx.arange(drafts + 1, dtype=mx.int32), (ROWS, drafts + 1))
     drafted = mx.where(mx.arange(drafts) < mx.arange(ROWS)[:, None] % (drafts + 1), choices[:, :-1], -1)
     finite = mx.arange(ROWS)[:, None] % 3 > 0
@@ -253,7 +249,7 @@ def accept(drafts: int = 7) -> Rows:
 
 def delta(
     key_heads: int = 2, value_heads: int = 4, dim: int = 32, raw: bool = False, advance: bool = False
-) -> Rows:
+) -> CaseRun:
     """Gated DeltaNet; a row alone starts from the replay of the rows before it, which ``advance`` does itself.
 
     raw: gates are made from their projections.
@@ -269,11 +265,11 @@ def delta(
         g = beta = projected
         a_log, dt_bias = (random(i, value_heads, dtype=mx.float32) for i in (4, 5))
         gates = Gates(a_log, dt_bias, a_column=0, b_column=value_heads)
-    rows = DeltaRows(k, random(2, ROWS, value_heads, dim), g, beta)
+    rows = DeltaInputs(k, random(2, ROWS, value_heads, dim), g, beta)
     state = random(6, 1, value_heads, dim, dim, scale=0.3, dtype=mx.float32)
 
-    def part(place: slice) -> tuple[mx.array, DeltaRows]:
-        return q[place], DeltaRows(rows.k[place], rows.v[place], rows.g[place], rows.beta[place])
+    def part(place: slice) -> tuple[mx.array, DeltaInputs]:
+        return q[place], DeltaInputs(rows.k[place], rows.v[place], rows.g[place], rows.beta[place])
 
     def alone(row: int) -> Outputs:
         before, one = first_rows(row), part(slice(row, row + 1))
@@ -287,10 +283,10 @@ def delta(
             return gated_delta_advance(*part(slice(count)), rows, first_rows(0), state, gates=gates)[:1]
         return (gated_delta_rows(*part(slice(count)), state, gates=gates),)
 
-    return Rows(run, alone)
+    return CaseRun(run, alone)
 
 
-def causal_conv(advance: bool = False) -> Rows:
+def causal_conv(advance: bool = False) -> CaseRun:
     """The convolution before the gated delta rule; a row alone as for ``delta``."""
     heads = Heads(key_heads=2, key_size=32, value_heads=4, value_size=32)
     x, weight = random(0, ROWS, heads.channels + 8), random(1, heads.channels, 4, scale=0.5)
@@ -302,7 +298,7 @@ def causal_conv(advance: bool = False) -> Rows:
         replayed = causal_conv_replay(x, state, first_rows(before), heads, column=8) if before else state
         return causal_conv_rows(x[place], replayed, weight, heads, column=8)
 
-    return Rows(lambda count: run(slice(count), 0), lambda row: run(slice(row, row + 1), row))
+    return CaseRun(lambda count: run(slice(count), 0), lambda row: run(slice(row, row + 1), row))
 
 
 def first_rows(count: int) -> RowSpans:
@@ -322,7 +318,7 @@ CASES = (
     Case("gemm_rows", gemm),
     Case("gemm_rows, gated", partial(gemm, fused=True)),
     Case("gather_rows, 4 bits", gather),
-    Case("gather_rows", partial(gather, packed=False)),
+    Case("gather_rows", partial(gather, quantized=False)),
     Case("attention_rows", partial(attention, dim=128)),
     Case("attention_rows, window, sinks, softcap", partial(attention, window=70, softcap=20.0, sinks=True)),
     Case("attention_rows, tree", partial(attention, dim=128, parents=TREE)),
@@ -330,7 +326,6 @@ CASES = (
     Case("qkv_norm_rope", projection),
     Case("qkv_norm_rope, gated", partial(projection, gated=True)),
     Case("context_kv", context_keys),
-    Case("rms_norm_rows", rms_norm),
     Case("dynamic_conv", conv),
     Case("topk_rows", topk),
     Case("argmax_rows", argmax),

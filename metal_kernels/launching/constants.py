@@ -4,10 +4,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from metal_kernels.launch import runs_on_cuda
+from metal_kernels.launching.launch import runs_on_cuda
 
-# Smaller arrays are kept in host memory by MLX's CUDA backend, whoever wrote them.
-FEWEST = 4
+# MLX's CUDA backend keeps smaller arrays in host memory, whoever wrote them.
+MIN_NUMBERS = 4
 
 
 @lru_cache(maxsize=8192)
@@ -31,7 +31,7 @@ def resident(numbers: mx.array) -> mx.array:
 
 
 def _kept(numbers: list[int] | list[float], dtype: mx.Dtype) -> mx.array:
-    padded = resident(mx.array([*numbers, *[0] * (FEWEST - len(numbers))], dtype=dtype))
+    padded = resident(mx.array([*numbers, *[0] * (MIN_NUMBERS - len(numbers))], dtype=dtype))
     kept = padded[: len(numbers)]
     mx.eval(kept)
     return kept

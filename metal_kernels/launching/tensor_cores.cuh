@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply_tile(float (&c)[4], const unsigned (&a)
   }
 }
 
-// The sum over warps in their order, then what is fused behind a product, for a block of COLUMNS output columns.
+// The sum over warps in their order, then what is fused into a product, for a block of COLUMNS output columns.
 // sums: [WARPS][COLUMNS][ROWS] in shared memory; column c of the block is output column first + c, or with GATED
 // the first half are gates and the second half what they gate.
 template <typename T, int WARPS, int COLUMNS, int ROWS, bool HAS_BIAS, bool HAS_RESIDUAL, bool GATED>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void finish_columns(
   }
 }
 
-// Copies 16 bytes to shared memory behind the warp's back, or zeros when ``there`` is false.
+// Starts to copy 16 bytes to shared memory, or zeros when ``there`` is false; the warp goes on meanwhile.
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                "l"(from), "r"(there ? 16 : 0));

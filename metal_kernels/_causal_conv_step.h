@@ -20,9 +20,9 @@ struct Inputs {
   // Input number i, counted from the first new row; i >= 1 - W.
   METAL_FUNC const device T* at(int i) const {
     if (i >= 0) return rows + i * Shape::X_ROW;
-    const int behind = i + Shape::W - 1 + old_rows;
-    if (behind < Shape::W - 1) return kept + behind * Shape::CHANNELS;
-    return old + (behind - (Shape::W - 1)) * Shape::X_ROW;
+    const int from_oldest = i + Shape::W - 1 + old_rows;
+    if (from_oldest < Shape::W - 1) return kept + from_oldest * Shape::CHANNELS;
+    return old + (from_oldest - (Shape::W - 1)) * Shape::X_ROW;
   }
 };
 

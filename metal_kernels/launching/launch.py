@@ -10,9 +10,9 @@ from zlib import crc32
 
 import mlx.core as mx
 
-from metal_kernels import cuda_dialect
+from metal_kernels.launching import cuda_dialect
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent.parent
 BODY = "// body\n"
 Launcher = Callable[..., list[mx.array]]
 
@@ -21,8 +21,8 @@ Launcher = Callable[..., list[mx.array]]
 class Kernel:
     """A kernel: ``<name>.metal`` holds helper functions, then a line ``// body``, then the body.
 
-    inputs, outputs: the names that the body gives to its buffers. includes: names of ``.metal`` files whose text
-    goes before the helpers. cuda_twin: name of a ``.cu`` file of the same form that NVIDIA GPUs run instead.
+    inputs, outputs: the names that the body gives to its buffers. includes: names of files whose text goes
+    before the helpers. cuda_twin: name of a ``.cu`` file of the same form that NVIDIA GPUs run instead.
     scratch: outputs that only another kernel reads, so that elements which nobody reads may stay unwritten.
     """
 

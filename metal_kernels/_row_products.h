@@ -2,7 +2,7 @@
 //
 // LANES = 8 * SPLITS lanes share a column: 8 lanes in each of SPLITS simdgroups. K goes to them in steps of LANES * 32
 // values: each lane takes four blocks of eight. A block is two fours, its values 0, 1, 4, 5 and its values 2, 3, 6, 7:
-// packed weights unpack in this order. A lane adds its products one after the other, the lanes of a simdgroup add
+// quantised weights come out of their words in this order. A lane adds its products one after the other, the lanes of a simdgroup add
 // theirs by a butterfly, and the simdgroups in their order.
 
 // Four values of x, as they lie in memory.

@@ -6,7 +6,7 @@ from statistics import median
 
 import mlx.core as mx
 
-from metal_kernels.cases import Case
+from metal_kernels.checks.cases import Case
 
 # Copies of the inputs that take turns: the cache of a large GPU would hold one.
 COPIES = 4
@@ -20,7 +20,7 @@ def call_ms(case: Case, counts: Sequence[int], repeats: int) -> dict[int, float]
     for count in counts:
         times = []
         for _ in range(WARM_UP + repeats):
-            calls = [rows.run(count) for rows in copies]
+            calls = [case_run.run(count) for case_run in copies]
             started = time.perf_counter()
             mx.eval(calls)
             times.append((time.perf_counter() - started) * 1e3 / COPIES)
