@@ -1,4 +1,4 @@
-"""How the rows of a pass are laid out, sequence after sequence, and what comes before them."""
+"""The rows of a pass, sequence after sequence, and what is cached of each sequence before them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ import mlx.core as mx
 from metal_kernels import MAX_CHUNK_ROWS, MAX_VERIFY_ROWS, Cached, RowSpans, ints, resident
 from mlx_spec.target.recurrent import LayerState, StateSlot
 
-# Page numbers in the smallest page table.
-MIN_TABLE = 8
+# Pages of a sequence in the smallest page table.
+MIN_PAGES = 8
 
 Paths = Sequence[Sequence[int]]
-"""For each row, the rows from the first of its sequence to it, itself included, numbered within the sequence."""
+"""For each row, the path to it: rows from the first of its sequence on, itself included, numbered within it."""
 
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Up to MAX_CHUNK_ROWS rows of each sequence of a pass, as a recurrent layer takes them.
+    """Up to MAX_CHUNK_ROWS rows of each sequence of a pass: what a recurrent layer computes at once.
 
-    index: their numbers in the pass. spans: the sequences' rows among them.
+    index: int32, numbers of the rows in the pass.
+    spans: which of them belong to each sequence.
     """
 
     index: mx.array
@@ -30,12 +31,15 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What comes before the rows of a pass, for all of its sequences.
+    """What the layers of a pass read besides their R rows, for all S sequences.
 
     positions: int32 [R], of the rows.
-    cached, pool: the pages, for attention layers.
-    states: of each recurrent layer. slots, accepted: where the sequences are in it.
-    chunks: the rows as recurrent layers take them.
+    cached: page tables, lengths and row counts, for attention layers.
+    pool: the pages, see ``PagePool.data``.
+    states: what each recurrent layer keeps.
+    slots: int32 [S], the state of each sequence in these.
+    accepted: the rows of each sequence that follow its state.
+    chunks: the rows of the pass, for recurrent layers.
     paths: see BatchLayout.
     """
 
@@ -51,16 +55,17 @@ class PassContext:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The R rows of S sequences and what comes before them, as int32 arrays.
+    """The R rows of S sequences and what is cached before them, as int32 arrays.
 
-    All that changes from round to round is in here: a graph that reads it serves however the rows are shared out.
-    positions: [R].
+    All that changes from round to round is in here, so one compiled graph serves every split of R rows.
+
+    positions: [R], of the rows.
     starts: [S + 1], the first row of each sequence, then R.
-    counts: [S], its rows.
-    lengths: [S], the positions it holds.
-    slots, first, accepted: [S], its StateSlot.
+    counts: [S], rows of each sequence.
+    lengths: [S], cached positions of each sequence.
+    slots, first, accepted: [S], the StateSlot of each sequence.
     pages: [S, P], see ``page_table``.
-    paths: [R, R], see attention_rows; None where each row follows the one before it.
+    paths: [R, R], see ``attention_rows``; None where each row follows the one before it.
     """
 
     positions: mx.array
@@ -77,13 +82,17 @@ class BatchLayout:
     def packed(
         counts: tuple[int, ...],
         lengths: Sequence[int],
-        places: Sequence[StateSlot],
+        slots: Sequence[StateSlot],
         pages: Sequence[Sequence[int]],
         paths: Paths | None = None,
     ) -> mx.array:
         """Put everything into one array, because every array that the host writes costs a transfer.
 
-        paths: of each row within its sequence, for trees.
+        counts: rows of each sequence.
+        lengths: cached positions of each sequence.
+        slots: where the recurrent state of each sequence is.
+        pages: page numbers of each sequence.
+        paths: of each row, for trees; its position follows from the length of its path.
         """
         positions = [length + i for length, count in zip(lengths, counts, strict=True) for i in range(count)]
         if paths is not None:
@@ -91,14 +100,14 @@ class BatchLayout:
             positions = [length + len(path) - 1 for length, path in zip(before, paths, strict=True)]
         numbers = [*positions, *first_rows(counts), sum(counts), *counts, *lengths]
         for part in ("slot", "first", "accepted"):
-            numbers += [getattr(place, part) for place in places]
+            numbers += [getattr(slot, part) for slot in slots]
         for path in paths or ():
             numbers += [*path, *[-1] * (sum(counts) - len(path))]
         return mx.array([*numbers, *(number for row in page_table(pages) for number in row)], dtype=mx.int32)
 
     @staticmethod
     def unpacked(numbers: mx.array, rows: int, sequences: int, has_paths: bool = False) -> "BatchLayout":
-        """Return the parts of what ``packed`` made, in the device's memory."""
+        """Split what ``packed`` made into its parts, in the device's memory."""
         sizes = [rows, sequences + 1, *[sequences] * 5, *[rows * rows] * has_paths]
         parts = mx.split(resident(numbers), list(accumulate(sizes)))
         positions, starts, counts, lengths, slots, first, accepted = parts[:7]
@@ -106,14 +115,14 @@ class BatchLayout:
         return BatchLayout(positions, starts, counts, lengths, slots, first, accepted, pages, paths)
 
     def one_chunk(self, longest: int) -> tuple[RowChunk, ...]:
-        """Return all rows as one chunk; no sequence has more than ``longest`` of them."""
+        """Return all rows as one chunk; ``longest`` is an upper bound of a sequence's rows."""
         spans = RowSpans(self.starts[:-1], self.counts, longest)
         return (RowChunk(mx.arange(self.positions.size), spans),)
 
 
 @lru_cache(maxsize=1024)
 def chunks_of(counts: tuple[int, ...]) -> tuple[RowChunk, ...]:
-    """Cut the rows of sequences, one sequence after another, ``counts`` of each, into chunks."""
+    """Cut the rows of a pass, ``counts`` of each sequence, into chunks."""
     starts, chunks = first_rows(counts), []
     for begin in range(0, max(counts), MAX_CHUNK_ROWS):
         size = tuple(min(max(count - begin, 0), MAX_CHUNK_ROWS) for count in counts)
@@ -124,29 +133,29 @@ def chunks_of(counts: tuple[int, ...]) -> tuple[RowChunk, ...]:
 
 
 def is_prompt(counts: tuple[int, ...]) -> bool:
-    """Whether rows are a prompt, which becomes part of its sequence as a whole, or rows to be verified."""
+    """Return whether the rows are prompts, which are committed as a whole, and not rows to be verified."""
     return max(counts) > MAX_VERIFY_ROWS
 
 
 def first_rows(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the first row of each sequence: the sum of the counts before it."""
+    """Return the number of each sequence's first row: the sum of the counts before it."""
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
 def page_table(pages: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return page numbers, S rows of a power of two, so that few shapes occur; unused places hold page 0."""
-    size = MIN_TABLE
+    """Pad lists of page numbers with 0 to one length, a power of two, so that few shapes occur."""
+    size = MIN_PAGES
     while size < max(len(row) for row in pages):
         size *= 2
     return [[*row, *[0] * (size - len(row))] for row in pages]
 
 
 def bounds_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the most rows that each sequence may have in a graph that runs these.
+    """Return upper bounds of each sequence's rows, for a graph that runs every split of as many rows.
 
-    Few values occur, so that few graphs are made; a bound wastes some threads of a launch, no more.
+    Few values occur, so that few graphs are compiled; a loose bound only wastes threads of a launch.
     """
-    most = 1
-    while most < max(counts):
-        most *= 2
-    return (min(most, sum(counts) - len(counts) + 1),) * len(counts)
+    bound = 1
+    while bound < max(counts):
+        bound *= 2
+    return (min(bound, sum(counts) - len(counts) + 1),) * len(counts)

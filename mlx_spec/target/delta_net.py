@@ -1,4 +1,4 @@
-"""Gated DeltaNet as the rows forward runs it: weights and settings out of the module that mlx-lm loaded."""
+"""Gated DeltaNet over rows of several sequences, with the weights and settings of a module of mlx-lm."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +31,17 @@ from mlx_spec.target.recurrent import LayerState
 class DeltaNet:
     """A short convolution, the gated delta rule, a gated norm and a projection (see ``metal_kernels``).
 
-    index: the layer's number among the recurrent ones. projections: those of queries, keys and values, of the
-    output gate z, of the update rate b and of the decay a, side by side. conv: [C, W]. norm: [Dv].
+    Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 use it.
+
+    index: the layer's number among the recurrent ones.
+    projections: of queries, keys and values, of the output gate z, of the update rate b and of the decay a, in
+        this order side by side.
+    heads: numbers and sizes of key and value heads.
+    conv: [C, W], the convolution's taps.
+    gates: decay parameters, and the columns of a and b in the joined projection.
+    norm: [Dv], weight of the gated norm.
+    eps: of that norm.
+    output: the output projection.
     """
 
     index: int
@@ -46,9 +55,9 @@ class DeltaNet:
 
     @staticmethod
     def of(module: Any, index: int) -> "DeltaNet":
-        """Read a ``GatedDeltaNet`` of mlx-lm's qwen3_5.
+        """Read a ``GatedDeltaNet`` of mlx-lm's qwen3_5, the recurrent layer number ``index``.
 
-        Raises TypeError for weights that are no linear maps, ValueError for heads that the kernels do not take.
+        Raises TypeError for weights that are no linear maps, ValueError for head sizes that the kernels lack.
         """
         heads = Heads(module.num_k_heads, module.head_k_dim, module.num_v_heads, module.head_v_dim)
         heads.require()
@@ -66,7 +75,7 @@ class DeltaNet:
         )
 
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, LayerState]:
-        """Run normed rows [R, hidden]; return their sum with ``residual``, and what the next pass starts from."""
+        """Run normed rows [R, hidden]; return the sum with ``residual``, and the state for the next pass."""
         projected = linear_rows(x, self.projections)
         kept, slots, accepted, outputs = context.states[self.index], context.slots, context.accepted, []
         for chunk in context.chunks:
@@ -75,7 +84,7 @@ class DeltaNet:
             slots, accepted = chunk.spans.own_slots(), chunk.spans
             outputs.append(out)
         if is_prompt(context.cached.counts):
-            kept = self._settled(kept, accepted)
+            kept = self._replayed(kept, accepted)
         mixed = outputs[0]
         if len(context.chunks) > 1:
             index = mx.concatenate([chunk.index for chunk in context.chunks])
@@ -83,7 +92,7 @@ class DeltaNet:
         return linear_rows(self._gated(mixed, projected), self.output, residual=residual), kept
 
     def empty(self, dtype: mx.Dtype) -> LayerState:
-        """Return what the layer holds of a sequence without positions; it has one dummy row."""
+        """Return the state of an empty sequence, with one dummy row."""
         heads, taps = self.heads, self.conv.shape[1]
         return LayerState(
             mx.zeros((1, heads.value_heads, heads.value_size, heads.key_size)),
@@ -96,18 +105,26 @@ class DeltaNet:
     def _advance(
         self, projected: mx.array, spans: RowSpans, kept: LayerState, slots: mx.array, accepted: RowSpans
     ) -> tuple[mx.array, LayerState]:
-        """Step through accepted rows, then through new ones [R, N]; return [R, Hv, Dv] and what to keep."""
-        places: dict[str, Any] = {"spans": spans, "slots": slots}
+        """Step through the accepted rows of the last pass, then through new ones.
+
+        projected: [R, N], the new rows' joined projections.
+        spans: which of them belong to each sequence.
+        kept: the states, and the rows of the last pass.
+        slots: int32 [S], the state of each sequence.
+        accepted: the rows of the last pass that each sequence accepted.
+        Returns the outputs [R, Hv, Dv], and the states before the new rows with these.
+        """
+        rows: dict[str, Any] = {"spans": spans, "slots": slots}
         with kernels_wherever_they_run():
             q, k, v, conv_state = causal_conv_advance(
-                projected, kept.projected, accepted, kept.conv_state, self.conv, self.heads, **places
+                projected, kept.projected, accepted, kept.conv_state, self.conv, self.heads, **rows
             )
             new = DeltaInputs(k, v, projected, projected)
-            out, state = gated_delta_advance(q, new, kept.rows, accepted, kept.state, gates=self.gates, **places)
+            out, state = gated_delta_advance(q, new, kept.rows, accepted, kept.state, gates=self.gates, **rows)
         return out, LayerState(state, conv_state, projected, k, v)
 
-    def _settled(self, kept: LayerState, accepted: RowSpans) -> LayerState:
-        """Step through the accepted rows, so that the passes after a prompt of any length have one shape."""
+    def _replayed(self, kept: LayerState, accepted: RowSpans) -> LayerState:
+        """Step through the accepted rows, so that the pass after a prompt has the same shapes for any length."""
         with kernels_wherever_they_run():
             state = gated_delta_replay(kept.rows, kept.state, accepted, gates=self.gates)
             conv_state = causal_conv_replay(kept.projected, kept.conv_state, accepted, self.heads)
@@ -122,9 +139,9 @@ class DeltaNet:
 
 
 def kernels_wherever_they_run() -> AbstractContextManager[None]:
-    """Prefer our kernels to MLX's operations even where exactness is turned off.
+    """Choose the native implementation even where ``--exact off`` chooses MLX's operations.
 
-    MLX has no update for a number of rows that is known on the device alone: it becomes several launches a row.
+    The number of accepted rows is known on the device only; MLX's operations would need several launches a row.
     """
     return using("native") if implementation() == "stock" else nullcontext()
 
@@ -132,7 +149,7 @@ def kernels_wherever_they_run() -> AbstractContextManager[None]:
 def separated(module: Any) -> Any:
     """Return a Gated DeltaNet of mlx-lm in qwen3_5's layout, with the weights of ``module``.
 
-    qwen3_next has two projections whose outputs interleave by key head: queries, keys, values and z; b and a.
+    qwen3_next has two projections, of queries, keys, values and z, and of b and a, interleaved by key head.
     """
     if not hasattr(module, "in_proj_qkvz"):
         return module
@@ -155,7 +172,7 @@ def separated(module: Any) -> Any:
 
 
 def interleaved(sizes: list[int], groups: int) -> list[list[int]]:
-    """Return, for each part, the places of its numbers where every group holds ``sizes`` of all parts in turn."""
+    """Return the indices of each part in an axis of ``groups`` groups, each of which holds all parts in turn."""
     each, parts, begin = sum(sizes), [], 0
     for size in sizes:
         parts.append([group * each + begin + i for group in range(groups) for i in range(size)])

@@ -1,6 +1,6 @@
-"""The model families that the rows forward runs, and what is unusual about each."""
+"""The model families that ``Target`` runs, and where each departs from a plain transformer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,15 @@ FeedForward = Callable[[mx.array, mx.array], mx.array]
 
 
 def dense(mlp: Any) -> Callable[..., mx.array]:
-    """Return the gated feed-forward of an MLP module; without a residual it gives the sublayer's output alone."""
+    """Return the gated feed-forward of an MLP module; called without a residual, it returns its output alone."""
     gate_up, down = joined_linears([mlp.gate_proj, mlp.up_proj]), linear_of(mlp.down_proj)
     return lambda x, residual=None: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
 
 
 def dense_or_experts(mlp: Any) -> FeedForward:
-    """Return the feed-forward of a mixture-of-experts model's layer; some layers may be dense.
+    """Return the feed-forward of a layer of a mixture-of-experts model, where some layers may be dense.
 
-    An expert that all rows share, where there is one, comes on top with a gate of its own.
+    The output of a shared expert, where there is one, is added with a gate of its own.
     """
     if not hasattr(mlp, "switch_mlp"):
         return dense(mlp)
@@ -38,7 +38,9 @@ def dense_or_experts(mlp: Any) -> FeedForward:
 class Family:
     """Where a family departs from the plain pre-norm transformer with grouped-query attention.
 
-    gated_attention: attention's output is multiplied by the sigmoid of a gate that comes with the queries.
+    qk_norm: queries and keys are normed head by head.
+    gated_attention: attention's output is multiplied by the sigmoid of a gate that is projected with the queries.
+    feed_forward: reads the feed-forward sublayer of a layer's MLP module.
     """
 
     qk_norm: bool = False
@@ -59,10 +61,12 @@ FAMILIES = {
 }
 
 
-def family_of(config: dict[str, Any], name: str) -> Family:
-    """Look up the family of a model by its ``config.json``.
+def family_of(config: Mapping[str, Any], name: str) -> Family:
+    """Look up the family of a model.
 
-    Raises UnsupportedModel for an architecture that is not in the table.
+    config: its ``config.json``.
+    name: of the model, for the message.
+    Raises UnsupportedModel for a model type that is not in the table.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -71,3 +75,13 @@ def family_of(config: dict[str, Any], name: str) -> Family:
             f"supported are {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[model_type]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a ``config.json`` that describes the language model: vision models nest it."""
+    return config.get("text_config", config)
+
+
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    """Return how many decoder layers a ``config.json`` gives a model, 0 where it does not say."""
+    return int(text_config(config).get("num_hidden_layers") or 0)

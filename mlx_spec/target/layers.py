@@ -1,4 +1,4 @@
-"""A decoder layer as the rows forward reads it: weights and settings out of the module that mlx-lm loaded."""
+"""A decoder layer over rows of several sequences, with the weights and settings of a module of mlx-lm."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +34,18 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention with ``heads`` query and ``kv_heads`` key heads over the pages.
+    """Attention over the pages and the rows of the pass.
 
-    index: the layer's number in the pages. qkv: the three projections, side by side; gated: each query head is
-    followed by an output gate. qk_norm: weights [D] of the query and key norms, or None.
-    window: how many of the newest positions a row sees, itself included, or None for all.
+    index: the layer's number in the pages.
+    qkv: the three projections, side by side.
+    qk_norm: weights [D] of the query and key norms, or None.
+    eps: of these norms.
+    rope: the position encoding.
+    output: the output projection.
+    heads, kv_heads: how many query heads, and key heads, there are.
+    gated: each query head is followed by an output gate in ``qkv``.
+    scale: of the scores.
+    window: how many of the newest positions a row sees, itself included; None for all.
     """
 
     index: int
@@ -57,7 +64,7 @@ class Attention:
     def of(module: Any, family: Family, args: Any, index: int, window: int | None) -> "Attention":
         """Read an attention module of mlx-lm.
 
-        Raises TypeError or ValueError for weights or a position encoding that the rows forward does not know.
+        Raises TypeError for weights, or ValueError for a position encoding, that the kernels do not take.
         """
         return Attention(
             index,
@@ -81,7 +88,7 @@ class Attention:
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, mx.array]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
         projected, queries, keys_values = self.project(x, context.positions)
-        # Splitting keeps a view; an index would copy.
+        # A split is a view; an index would copy.
         keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
         attended = attention_rows(
             queries,
@@ -97,9 +104,10 @@ class Attention:
         return self.finish(projected, attended, residual), keys_values
 
     def project(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the joined projection of normed rows [R, hidden], and what it gives at ``positions`` [R] int32.
+        """Project normed rows [R, hidden] at ``positions`` [R] int32.
 
-        That is queries [R, H, D], and keys and values [2, R, KV, D].
+        Returns the joined projection [R, N], and with norms and positions applied the queries [R, H, D] and the
+        keys and values [2, R, KV, D].
         """
         projected = linear_rows(x, self.qkv)
         queries, keys_values = qkv_norm_rope(
@@ -115,7 +123,10 @@ class Attention:
         return projected, queries, keys_values
 
     def finish(self, projected: mx.array, attended: mx.array, residual: mx.array) -> mx.array:
-        """Add what rows [R, H, D] attended to, gated by their joined projection and projected, to ``residual``."""
+        """Gate and project the attention output [R, H, D], and add it to ``residual``.
+
+        projected: [R, N], the joined projection, which holds the gates.
+        """
         if self.gated:
             pairs = projected[:, : 2 * self.heads * self.head_dim].reshape(*attended.shape[:2], 2, -1)
             attended = attended * mx.sigmoid(pairs[:, :, 1])
@@ -124,10 +135,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layer:
-    """One pre-norm layer: a mixer, which looks at other rows, then the feed-forward, which does not.
+    """One pre-norm layer: a mixer, which reads other rows, then the feed-forward, which does not.
 
-    A mixer takes normed rows, the residual that it adds to, and the past; with the sum it returns what of the rows
-    later passes need.
+    A mixer takes normed rows, the residual and the PassContext; it returns the sum with the residual, and what
+    later passes need of the rows.
     """
 
     input_norm: Norm
@@ -137,10 +148,14 @@ class Layer:
 
     @staticmethod
     def of(module: Any, family: Family, args: Any, index: int, window: int | None, name: str) -> "Layer":
-        """Read a decoder layer of mlx-lm; its modules become views of joined weights, nothing is held twice.
+        """Read a decoder layer of mlx-lm. Its modules become views of joined weights, so nothing is held twice.
 
-        args: the model's. index: the layer's number among those of its kind.
-        Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
+        family: of the model.
+        args: the model's arguments in mlx-lm.
+        index: the layer's number among those with the same kind of mixer.
+        window: of attention, None for all positions.
+        name: of the model, for the message.
+        Raises UnsupportedModel for weights or a position encoding that the kernels do not take.
         """
         mixer: Attention | DeltaNet
         try:
@@ -161,5 +176,10 @@ class Layer:
 
 
 def is_recurrent(module: Any) -> bool:
-    """Whether a decoder layer of mlx-lm has linear attention in place of attention."""
+    """Return whether a decoder layer of mlx-lm has linear attention in place of attention."""
     return hasattr(module, "linear_attn")
+
+
+def is_sliding(module: Any) -> bool:
+    """Return whether a decoder layer of mlx-lm sees the newest positions only."""
+    return bool(getattr(module, "use_sliding", False))

@@ -1,4 +1,4 @@
-"""Reads the weights of linear, embedding and mixture-of-experts modules, as the arrays that kernels take."""
+"""Reads the weights of linear, embedding and mixture-of-experts modules into the arrays that kernels take."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,10 +24,11 @@ def linear_of(module: nn.Module) -> Linear:
 
 
 def joined_linears(modules: Sequence[nn.Module]) -> tuple[Linear, ...]:
-    """Lay the output rows of several modules side by side, so that one launch computes them all.
+    """Join the weights of several modules, so that one launch computes all their outputs.
 
-    The modules become views of the joined arrays, so nothing is held twice. Modules that are quantised differently
-    stay apart: then one Linear for each is returned. Raises TypeError like ``linear_of``.
+    The modules become views of the joined arrays, so nothing is held twice. Where they differ in input size,
+    dtype, bias or quantization, nothing is joined and one Linear for each is returned. Raises TypeError like
+    ``linear_of``.
     """
     parts = tuple(linear_of(module) for module in modules)
     if len({_layout(part) for part in parts}) > 1:
@@ -39,9 +40,9 @@ def joined_linears(modules: Sequence[nn.Module]) -> tuple[Linear, ...]:
     mx.eval(whole)
     start = 0
     for module, part in zip(modules, parts, strict=True):
-        place = slice(start, start + part.size)
-        module.update({n: x[..., place] if n == "bias" else x[..., place, :] for n, x in whole.items()})
-        start = place.stop
+        own = slice(start, start + part.size)
+        module.update({n: x[..., own] if n == "bias" else x[..., own, :] for n, x in whole.items()})
+        start = own.stop
     return (Linear(**whole, quantization=parts[0].quantization),)
 
 
@@ -64,7 +65,7 @@ def module_rows(x: mx.array, module: nn.Module) -> mx.array:
 
 
 def _layout(linear: Linear) -> Hashable:
-    """Return what linear maps must have in common to be joined: all but the number of their outputs."""
+    """Return what linear maps must have in common to be joined: everything but the number of outputs."""
     shapes = {name: list(value.shape) for name, value in linear.tensors.items()}
     for name, shape in shapes.items():
         del shape[_output_axis(name)]
@@ -73,5 +74,5 @@ def _layout(linear: Linear) -> Hashable:
 
 
 def _output_axis(name: str) -> int:
-    """Return the axis of an array that counts output rows: that of experts may come before it."""
+    """Return the axis of outputs in an array, counted from the end: an axis of experts may come first."""
     return -1 if name == "bias" else -2

@@ -1,7 +1,7 @@
 """The pool of KV pages, and sequences as lists of pages.
 
-A page holds the keys and values of all layers for a fixed run of positions. Forked sequences share pages; a page
-that is shared is copied when one of its owners writes into it. Only accepted rows are ever written.
+A page holds the keys and values of all attention layers for PAGE_SLOTS successive positions. Forked sequences
+share pages; a shared page is copied when one of its owners writes into it. Only accepted rows are ever written.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ PAGE_SLOTS = 32
 
 
 class PagePool:
-    """Owns the pages of all sequences of one target.
+    """Owns the pages of all sequences of one model.
 
-    ``data``: [pages, layers, 2 (keys, values), PAGE_SLOTS, KV heads, head dim]. It grows by doubling up to
-    ``max_pages``, so memory follows use.
+    data: [pages, layers, 2 (keys, values), PAGE_SLOTS, KV heads, head dim].
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, max_pages: int) -> None:
+        """Begin with 8 pages; ``data`` doubles up to ``max_pages`` as pages are needed."""
         self.max_pages = max_pages
         self.data = mx.zeros((min(8, max_pages), layers, 2, PAGE_SLOTS, kv_heads, head_dim), dtype=dtype)
         self._owners = [0] * self.data.shape[0]
 
     @property
     def pages_in_use(self) -> int:
-        """Number of pages that belong to at least one sequence."""
+        """How many pages belong to at least one sequence."""
         return sum(1 for owners in self._owners if owners)
 
     @property
@@ -39,14 +39,13 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that can still be handed out."""
+        """How many pages can still be allocated."""
         return self.max_pages - self.pages_in_use
 
     def allocate(self, pages: list[int]) -> None:
-        """Hand out a page, at the end of its owner's ``pages``.
+        """Append a free page to its owner's ``pages``. Raises ContextFull when all ``max_pages`` are in use.
 
-        Listed before it is taken: whoever is interrupted in between gives back what is listed, and loses none.
-        Raises ContextFull when all ``max_pages`` are in use.
+        It is listed before it is marked as owned, so that an interruption in between loses no page.
         """
         if not self.free_pages:
             raise ContextFull(
@@ -63,7 +62,7 @@ class PagePool:
         return self._owners[page]
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has more than one owner."""
+        """Return whether a page has more than one owner."""
         return self._owners[page] > 1
 
     def share(self, page: int) -> None:
@@ -71,18 +70,20 @@ class PagePool:
         self._owners[page] += 1
 
     def release(self, page: int) -> None:
-        """Take an owner from a page; without owners it is free."""
+        """Remove an owner from a page; a page without owners is free."""
         self._owners[page] = max(0, self._owners[page] - 1)
 
     def copy(self, page: int, into: int) -> None:
-        """Give a page the contents of another, lazily."""
+        """Copy the contents of a page into another, lazily."""
         self.data[mx.array([into])] = self.data[mx.array([page])]
 
     def write(self, pages: Sequence[int], slots: Sequence[int], rows: mx.array) -> None:
-        """Put rows [R, layers, 2, KV, D] into (page, slot) places, lazily.
+        """Write rows, lazily.
 
-        A scatter by index arrays, left for the next graph to run first: in that order MLX updates the pool in
-        place, while slice updates and read-then-write copy all of it.
+        pages, slots: R numbers each, where a row goes.
+        rows: [R, layers, 2, KV, D].
+        A scatter by index arrays that the next graph runs before it reads: only then MLX updates the pool in
+        place. Slice updates, and a write after a read, copy all of it.
         """
         self.data[mx.array(list(pages)), :, :, mx.array(list(slots))] = rows
 
@@ -95,9 +96,12 @@ class PagePool:
 
 @dataclass
 class CachedSequence:
-    """A list of pages and the number of accepted positions in them. The only owner of its length.
+    """A sequence as a list of pages and the number of accepted positions in them.
 
-    recurrent: what recurrent layers keep of the accepted positions; None before the first, and for models without.
+    pool: where the pages are.
+    pages: their numbers, in order of positions.
+    length: accepted positions.
+    recurrent: state of the recurrent layers after these; None for an empty sequence, and for models without such.
     """
 
     pool: PagePool
@@ -107,32 +111,32 @@ class CachedSequence:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the contents are in, for ``mx.eval``."""
+        """All arrays that hold the contents, for ``mx.eval``."""
         return [self.pool.data, *(self.recurrent.arrays if self.recurrent else ())]
 
     @property
     def free_positions(self) -> int:
-        """How many more positions fit into the pool, while no other sequence takes a page."""
+        """How many more positions fit into the pool if no other sequence allocates a page."""
         left = -self.length % PAGE_SLOTS
-        # Writing into a shared page takes a free one for the copy.
+        # Writing into a shared page needs a free one for the copy.
         pages = self.pool.free_pages - (left > 0 and self.pool.is_shared(self.pages[-1]))
         return left + pages * PAGE_SLOTS if pages >= 0 else 0
 
     def fork(self) -> "CachedSequence":
-        """Return a sequence with the same contents that shares every page and every state."""
+        """Return a sequence with the same contents that shares all pages and states."""
         for page in self.pages:
             self.pool.share(page)
         return CachedSequence(self.pool, list(self.pages), self.length, self.recurrent)
 
     def append(self, rows: mx.array, recurrent: RecurrentState | None = None) -> None:
-        """Write accepted rows [R, layers, 2, KV, D] after the last position, see ``append_rows``."""
+        """Append accepted rows [R, layers, 2, KV, D], see ``append_rows``."""
         append_rows([(self, rows, recurrent)])
 
     def rewind(self, position: int) -> None:
-        """Forget every position from ``position`` on.
+        """Forget all positions from ``position`` on.
 
-        A model with recurrent layers can only go back through the rows that were committed last, or to 0.
-        Raises PositionError, with nothing changed, for a position that is not cached or that it cannot go back to.
+        With recurrent layers a sequence can only go back into the rows that were committed last, or to 0.
+        Raises PositionError, with nothing changed, for a position that is not cached or cannot be reached.
         """
         if not 0 <= position <= self.length:
             raise PositionError(f"Cannot rewind to position {position}: the sequence holds {self.length}.")
@@ -152,9 +156,9 @@ class CachedSequence:
         self.length, self.recurrent = position, recurrent
 
     def drop_first_pages(self, pages: int) -> "CachedSequence":
-        """Return a sequence without the first ``pages`` pages, positions counted from 0, on the same pages.
+        """Return a sequence of all but the first ``pages`` pages, whose positions count from 0 again.
 
-        It takes this one's place: the first pages are for the caller to release.
+        It replaces this one; the caller releases the pages that are dropped.
         """
         return CachedSequence(self.pool, self.pages[pages:], self.length - pages * PAGE_SLOTS)
 
@@ -172,13 +176,13 @@ class CachedSequence:
                 "close a sequence or load the model with a larger max_cached_tokens."
             )
 
-    def make_room(self, count: int) -> None:
-        """Hold pages of its own ready for ``count`` more positions. Raises ContextFull, with nothing changed."""
+    def reserve(self, count: int) -> None:
+        """Allocate pages for ``count`` more positions; shared ones are copied. Raises ContextFull, nothing changed."""
         self.require(count)
         for i in self._shared():
             self.pool.allocate(self.pages)
             self.pool.copy(self.pages[i], self.pages[-1])
-            # The shared page is at the end for a moment, so that it is listed until it is released.
+            # The shared page is moved to the end, so that it is listed until it is released.
             self.pages[i], self.pages[-1] = self.pages[-1], self.pages[i]
             self.pool.release(self.pages.pop())
         while len(self.pages) < self._pages_for(count):
@@ -188,21 +192,22 @@ class CachedSequence:
         return -(-(self.length + count) // PAGE_SLOTS)
 
     def _shared(self) -> list[int]:
-        """Places in ``pages``, from the first that is not full on, whose pages have other owners too."""
+        """Return the indices in ``pages``, from the first page that is not full on, of pages with other owners."""
         return [i for i in range(self.length // PAGE_SLOTS, len(self.pages)) if self.pool.is_shared(self.pages[i])]
 
 
 def append_rows(parts: Sequence[tuple[CachedSequence, mx.array, RecurrentState | None]]) -> None:
-    """Write accepted rows [R, layers, 2, KV, D] after the last positions of sequences of one pool, in one write.
+    """Append accepted rows to sequences of one pool, in one write.
 
-    With the rows comes what recurrent layers keep of all positions of a sequence, these included.
-    Raises ContextFull when the pool has too few free pages; then nothing is changed, but pages may be held ready.
+    parts: for each sequence its rows [R, layers, 2, KV, D], and the state of recurrent layers after these rows.
+    Raises ContextFull when the pool has too few free pages; contents and lengths are unchanged then, but some
+    sequences may own more pages.
     """
     pages, slots, ends = list[int](), list[int](), list[int]()
     for sequence, rows, _ in parts:
         positions = range(sequence.length, sequence.length + rows.shape[0])
         if positions:
-            sequence.make_room(len(positions))
+            sequence.reserve(len(positions))
         pages += [sequence.pages[p // PAGE_SLOTS] for p in positions]
         slots += [p % PAGE_SLOTS for p in positions]
         ends.append(positions.stop)
@@ -210,27 +215,28 @@ def append_rows(parts: Sequence[tuple[CachedSequence, mx.array, RecurrentState |
         written = [rows for _, rows, _ in parts if rows.shape[0]]
         parts[0][0].pool.write(pages, slots, written[0] if len(written) == 1 else mx.concatenate(written))
     for (sequence, _, recurrent), end in zip(parts, ends, strict=True):
-        # One statement: pages and states are at the same position whenever someone looks.
+        # One statement, so that an interruption finds length and state at the same position.
         sequence.length, sequence.recurrent = end, recurrent
 
 
 def reserve_positions(sequences: Sequence[CachedSequence], most: int) -> list[int]:
-    """Return how many positions, at most ``most``, each of these sequences of one pool can append if all do.
+    """Return how many positions each sequence of one pool can append, at most ``most``, if all of them do.
 
-    In this order: first a position for each, then more. 0 where there is no page even for one.
+    Pages are given in the sequences' order: first those for one position of each, then more. A sequence for which
+    there is no page gets 0. Nothing is allocated.
     """
     free = min((sequence.pool.free_pages for sequence in sequences), default=0)
     owners, found = dict[int, int](), list[int]()
     for sequence in sequences:
         left = -sequence.length % PAGE_SLOTS
-        # Of the owners of a page that is not full all but the last have to copy it.
+        # All owners of a partial page but the last to write have to copy it.
         page = sequence.pages[-1] if left else -1
         shared = owners.setdefault(page, sequence.pool.owners(page)) > 1 if left else False
-        takes = shared if left else 1
-        if takes > free:
+        needed = shared if left else 1
+        if needed > free:
             found.append(0)
             continue
-        free -= takes
+        free -= needed
         if shared:
             owners[page] -= 1
         found.append(left or PAGE_SLOTS)

@@ -1,4 +1,4 @@
-"""What recurrent layers keep of sequences: states, and the rows after them that the next pass begins with."""
+"""What recurrent layers keep of sequences: states, and rows after them that the next pass steps through first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,11 @@ from mlx_spec.errors import PositionError
 class LayerState(NamedTuple):
     """What one recurrent layer keeps of P sequences: their states, and R rows after these.
 
-    state: float32 [P, Hv, Dv, Dk].
+    state: float32 [P, Hv, Dv, Dk], of the delta rule.
     conv_state: [P, W - 1, C], the convolution's last inputs.
     projected: [R, N], the rows' projections.
-    k: [R, Hk, Dk] and v: [R, Hv, Dv], what the convolution made of them.
+    k: [R, Hk, Dk], the rows' keys after the convolution.
+    v: [R, Hv, Dv], the rows' values after the convolution.
     """
 
     state: mx.array
@@ -27,12 +28,12 @@ class LayerState(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence["LayerState"]) -> "LayerState":
-        """Concatenate states, and rows."""
+        """Concatenate the states and the rows of several layer states."""
         return LayerState(*(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)))
 
     @property
     def rows(self) -> DeltaInputs:
-        """The rows, as far as the state depends on them."""
+        """What the state takes of the rows."""
         return DeltaInputs(self.k, self.v, self.projected, self.projected)
 
 
@@ -40,8 +41,10 @@ class LayerState(NamedTuple):
 class RecurrentState:
     """What the recurrent layers keep of one sequence: a state, and accepted rows after it.
 
-    layers: of each layer, immutable and mostly shared: by the sequences of one pass, by forks.
-    slot: which of the states. first, accepted: which of the rows belong to the sequence.
+    layers: of each layer; immutable, and shared by the sequences of a pass and by forks.
+    slot: the sequence's state in ``layers``.
+    first: the first of its rows in ``layers``.
+    accepted: how many rows it has.
     """
 
     layers: tuple[LayerState, ...]
@@ -66,7 +69,7 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class StateSlot:
-    """Where a sequence is in what layers keep: see RecurrentState."""
+    """Where a sequence is in layer states; see RecurrentState for the fields."""
 
     slot: int
     first: int
@@ -74,9 +77,9 @@ class StateSlot:
 
 
 def joined_states(states: Sequence[RecurrentState]) -> tuple[tuple[LayerState, ...], list[StateSlot]]:
-    """Return what the layers keep of all these sequences, and where each of them is in it.
+    """Return layer states that hold all these sequences, and the slot of each.
 
-    Sequences that last ran in one pass share it already; then nothing is copied.
+    Sequences that last ran in one pass share their layer states; then nothing is copied.
     """
     distinct = list({id(state.layers): state.layers for state in states}.values())
     first_slots, first_rows = {}, {}
@@ -84,12 +87,12 @@ def joined_states(states: Sequence[RecurrentState]) -> tuple[tuple[LayerState, .
     for layers in distinct:
         first_slots[id(layers)], first_rows[id(layers)] = slots, rows
         slots, rows = (slots + layers[0].state.shape[0], rows + layers[0].k.shape[0]) if layers else (0, 0)
-    places = [
+    found = [
         StateSlot(
             first_slots[id(state.layers)] + state.slot, first_rows[id(state.layers)] + state.first, state.accepted
         )
         for state in states
     ]
     if len(distinct) == 1:
-        return distinct[0], places
-    return tuple(LayerState.joined(parts) for parts in zip(*distinct, strict=True)), places
+        return distinct[0], found
+    return tuple(LayerState.joined(parts) for parts in zip(*distinct, strict=True)), found

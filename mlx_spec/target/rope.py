@@ -1,4 +1,4 @@
-"""Reads the rotary position encoding of a model out of the module that mlx-lm made for it."""
+"""Reads the rotary position encoding of a model from its module in mlx-lm."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mlx_lm.models import rope_utils
 
 from metal_kernels import Rope
 
-# Kinds of mlx-lm that hold a table, and what each calls its factor on the rotated entries.
+# Kinds of mlx-lm that hold a table of periods, and the attribute of each that scales the rotated entries.
 TABLES: dict[type, str] = {
     rope_utils.Llama3RoPE: "",
     rope_utils.ProportionalRoPE: "",
@@ -19,7 +19,7 @@ TABLES: dict[type, str] = {
 
 
 def rope_frequencies(module: Any) -> Rope:
-    """Read a rope module of mlx-lm. Raises ValueError for a kind whose angles are no fixed table."""
+    """Read a rope module of mlx-lm. Raises ValueError for a kind whose frequencies are not fixed."""
     if type(module) is nn.RoPE:
         frequencies = module.scale / np.float64(module.base) ** (np.arange(0, module.dims, 2) / module.dims)
         arguments = {"base": module.base, "scale": module.scale, "freqs": None}
@@ -27,7 +27,7 @@ def rope_frequencies(module: Any) -> Rope:
     if type(module) not in TABLES:
         known = ", ".join(kind.__name__ for kind in (nn.RoPE, *TABLES))
         raise ValueError(f"rope_frequencies reads {known}, not {type(module).__name__}.")
-    # The tables hold the reciprocals: after how many positions a pair has turned by one radian.
+    # The tables hold reciprocals of frequencies: positions a radian.
     periods = module._freqs
     arguments = {"base": None, "scale": 1.0, "freqs": periods}
     scale = float(getattr(module, TABLES[type(module)], 1.0))

@@ -1,6 +1,6 @@
-"""The target: the forward pass over rows of sequences, above the modules that mlx-lm loaded."""
+"""The target: the forward pass over rows of several sequences, with the weights of a model that mlx-lm loaded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,13 +28,15 @@ from mlx_spec.target.batch_layout import (
     is_prompt,
 )
 from mlx_spec.target.delta_net import DeltaNet
-from mlx_spec.target.families import Family, family_of
-from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
+from mlx_spec.target.families import Family, family_of, text_config
+from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent, is_sliding
 from mlx_spec.target.linears import linear_of
 from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, append_rows
 from mlx_spec.target.recurrent import LayerState, RecurrentState, joined_states
 
 DEFAULT_CONTEXT = 8192
+
+Graph = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class Pass:
     """What one forward pass computed for its R rows.
 
     hidden: [R, H] after the final norm.
-    aux_hidden_states: [R, T * H], the states of the T asked layers side by side; empty where none were asked.
+    aux_hidden_states: [R, T * H], the outputs of T target layers side by side; [R, 0] where none were requested.
     kv: [R, attention layers, 2, KV, D], keys with position encoding, and values; not yet part of any sequence.
     counts: rows of each sequence of the pass.
-    recurrent: what recurrent layers keep of each sequence after these rows; empty for models without such layers.
+    recurrent: state of the recurrent layers of each sequence after these rows; empty for models without such.
     """
 
     hidden: mx.array
@@ -57,7 +59,8 @@ class Pass:
     def prefix(self, index: int, count: int) -> "Pass":
         """Return the first ``count`` rows of sequence number ``index`` of the pass.
 
-        Raises PositionError where that cuts a prompt, more than 16 rows, of a model with recurrent layers.
+        Raises PositionError where that cuts a prompt (more than MAX_VERIFY_ROWS rows) of a model with recurrent
+        layers.
         """
         start = sum(self.counts[:index])
         part, rejected = slice(start, start + count), self.counts[index] - count
@@ -65,10 +68,11 @@ class Pass:
         return Pass(self.hidden[part], self.aux_hidden_states[part], self.kv[part], (count,), recurrent)
 
     def path(self, index: int, rows: Sequence[int]) -> "Pass":
-        """Return those ``rows`` of sequence number ``index`` of the pass that one path of its tree leads through.
+        """Return the rows of one path through the tree of sequence number ``index`` of the pass.
 
-        rows: from 0 on, numbered within the sequence; each follows the one before it.
-        Raises PositionError as ``prefix`` does, and for a path that branches in a model with recurrent layers.
+        rows: numbers within the sequence, ascending from 0.
+        Raises PositionError as ``prefix`` does, and for any path but the first rows in a model with recurrent
+        layers.
         """
         if tuple(rows) == tuple(range(len(rows))):
             return self.prefix(index, len(rows))
@@ -79,29 +83,36 @@ class Pass:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that a drafter or a commit needs, for ``mx.eval``."""
-        return [
-            self.hidden,
-            self.aux_hidden_states,
-            self.kv,
-            *(self.recurrent[0].arrays if self.recurrent else ()),
-        ]
+        """All arrays that a drafter or a commit needs, for ``mx.eval``."""
+        states = self.recurrent[0].arrays if self.recurrent else []
+        return [self.hidden, self.aux_hidden_states, self.kv, *states]
 
 
 class Target:
     """A language model that verifies rows.
 
     A target layer id is the number of a decoder layer, whose output (after both residual additions) is read, or
-    ``num_layers``, which reads the final norm's output.
+    ``num_layers``, for the output of the final norm.
+
+    name: of the model, for messages.
+    model: the model of mlx-lm.
+    layers: its decoder layers.
+    num_layers, hidden_size, vocab_size: its sizes.
+    context: the most positions of a sequence.
+    dtype: of hidden states.
+    pool: the pages of all sequences.
     """
 
     def __init__(
         self, model: Any, config: dict[str, Any], name: str, max_cached_tokens: int | None = None
     ) -> None:
-        """Wrap a model that mlx-lm loaded, with its ``config.json``.
+        """Wrap a model of mlx-lm, whose modules become views of joined weights.
 
-        ``max_cached_tokens`` is the number of token positions that all sequences together may cache.
-        Raises UnsupportedModel for an architecture that the rows forward does not know, RequestError for a
+        model: the model.
+        config: its ``config.json``.
+        name: for messages.
+        max_cached_tokens: positions that all sequences together may cache; None for the model's context.
+        Raises UnsupportedModel for an architecture or weights that are not supported, RequestError for a
         ``max_cached_tokens`` below 1.
         """
         family = family_of(config, name)
@@ -118,23 +129,15 @@ class Target:
         self.vocab_size = int(args.vocab_size)
         self.context = int(text_config(config).get("max_position_embeddings") or DEFAULT_CONTEXT)
         self.dtype = self.norm.weight.dtype
-        capacity, dtype = (
-            self.context if max_cached_tokens is None else max_cached_tokens,
-            self.embed(mx.array([0])).dtype,
-        )
-        attentions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
-        kv_heads, head_dim = attentions[0].kv_heads, attentions[0].head_dim
-        self.pool = PagePool(len(attentions), kv_heads, head_dim, dtype, -(-capacity // PAGE_SLOTS))
-        # Layers of one shape share the arrays of an empty sequence.
-        nets = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
-        self._empty = RecurrentState((nets[0].empty(dtype),) * len(nets) if nets else ())
-        self._compiled: dict[
-            tuple[tuple[int, ...], int, tuple[int, ...], bool], Callable[..., tuple[Any, ...]]
-        ] = {}
+        cache_dtype = self.embed(mx.array([0])).dtype
+        capacity = self.context if max_cached_tokens is None else max_cached_tokens
+        self.pool = pool_for(self.layers, cache_dtype, capacity)
+        self._empty = empty_state(self.layers, cache_dtype)
+        self._compiled: dict[tuple[tuple[int, ...], int, tuple[int, ...], bool], Graph] = {}
 
     @property
     def takes_trees(self) -> bool:
-        """Whether rows of a pass may form a tree: recurrent layers step through rows in one order."""
+        """Whether rows of a pass may form a tree; recurrent layers step through rows in one order."""
         return not self._empty.layers
 
     def open(self) -> CachedSequence:
@@ -150,7 +153,7 @@ class Target:
         return linear_rows(hidden, self._head)
 
     def head_for(self, token_ids: mx.array) -> Callable[[mx.array], mx.array]:
-        """Return the output head restricted to ``token_ids`` [N]: a function from [..., H] to [..., N]."""
+        """Return the output head restricted to ``token_ids`` [N], a function from [..., H] to [..., N]."""
         rows = self._head.select_outputs(token_ids)
         mx.eval(*rows.tensors.values())
         return lambda x: linear_rows(x, rows)
@@ -161,49 +164,32 @@ class Target:
         target_layer_ids: Sequence[int] = (),
         paths: Paths | None = None,
     ) -> Pass:
-        """Run the next rows of one or more sequences; nothing becomes part of a sequence.
+        """Run the next rows of one or more sequences, lazily. They become part of no sequence: see ``commit``.
 
-        batch: (sequence, tokens [n]) pairs; the tokens take the positions after what the sequence holds.
-        paths: of the rows of all sequences, where they form trees; the position of a row follows from the length of its path.
-        Lazy. Raises ContextFull when a row would come after the model's last position, RequestError for trees in
-        a model with recurrent layers.
+        batch: (sequence, tokens [n] int32) pairs; the tokens take the positions after the sequence's.
+        target_layer_ids: layers whose outputs are returned, see Target.
+        paths: of the rows of all sequences, where they form trees.
+        Raises ContextFull when a row would come after the model's last position, RequestError for trees in a model
+        with recurrent layers.
         """
-        if paths is not None and not self.takes_trees:
-            raise RequestError(
-                f"{self.name} has recurrent layers, which step through rows in one order: no trees."
-            )
-        counts = tuple(tokens.size for _, tokens in batch)
-        for index, (sequence, tokens) in enumerate(batch):
-            first = sum(counts[:index])
-            more = tokens.size if paths is None else max(map(len, paths[first : first + tokens.size]))
-            if sequence.length + more > self.context:
-                raise ContextFull(
-                    f"{self.name} has {self.context} positions; {more} tokens after {sequence.length} do not fit."
-                )
-        states = [sequence.recurrent or self._empty for sequence, _ in batch]
-        layers, places = joined_states(states)
-        run = self._runner(
-            counts, tuple(target_layer_ids), max(1, *(state.accepted for state in states)), paths is not None
-        )
-        hidden, aux_hidden_states, kv, kept = run(
-            mx.concatenate([tokens for _, tokens in batch]),
-            BatchLayout.packed(
-                counts, [each.length for each, _ in batch], places, [each.pages for each, _ in batch], paths
-            ),
-            self.pool.data,
-            layers,
-        )
+        sequences, counts = [sequence for sequence, _ in batch], tuple(tokens.size for _, tokens in batch)
+        self._check_fit(sequences, counts, paths)
+        states = [sequence.recurrent or self._empty for sequence in sequences]
+        layers, slots = joined_states(states)
+        lengths, pages = [sequence.length for sequence in sequences], [sequence.pages for sequence in sequences]
+        numbers = BatchLayout.packed(counts, lengths, slots, pages, paths)
+        most_accepted = max(1, *(state.accepted for state in states))
+        graph = self._graph(counts, tuple(target_layer_ids), most_accepted, paths is not None)
+        tokens = mx.concatenate([tokens for _, tokens in batch])
+        hidden, aux_hidden_states, kv, kept = graph(tokens, numbers, self.pool.data, layers)
         return Pass(hidden, aux_hidden_states, kv, counts, states_after(kept, counts))
 
     def commit(self, sequence: CachedSequence, accepted: Pass) -> None:
-        """Make the accepted rows of a pass part of their sequence (lazily, see PagePool.write).
-
-        Raises ContextFull, with nothing changed, when the pool has too few free pages.
-        """
+        """Append accepted rows of a pass to their sequence, lazily. Raises ContextFull, see ``append_rows``."""
         self.commit_all([(sequence, accepted)])
 
     def commit_all(self, batch: Sequence[tuple[CachedSequence, Pass]]) -> None:
-        """Make accepted rows part of several sequences. Raises ContextFull, see ``append_rows``."""
+        """Append accepted rows to several sequences, in one write. Raises ContextFull, see ``append_rows``."""
         append_rows(
             [(sequence, part.kv, part.recurrent[0] if part.recurrent else None) for sequence, part in batch]
         )
@@ -217,10 +203,16 @@ class Target:
         on_rows: Callable[[Pass, mx.array], None] = lambda rows, tokens: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Append ``tokens`` to a sequence in chunks of ``step_size``.
+        """Append ``tokens`` to a sequence in chunks, which are the same for plain and speculative runs.
 
-        ``on_rows`` gets the committed rows and tokens of each chunk, ``on_progress`` the tokens done and in all.
-        The chunks depend on ``tokens`` alone, so plain and speculative runs prefill alike. Raises ContextFull before any work.
+        sequence: to append to.
+        tokens: ids.
+        target_layer_ids: layers whose outputs ``on_rows`` gets, see Target.
+        step_size: tokens of a chunk.
+        on_rows: gets the committed rows and tokens [n] of each chunk.
+        on_progress: gets how many tokens are done, and how many there are.
+        Raises ContextFull before any work where the tokens do not fit into the model's context, and after some
+        chunks where the pool runs out of pages; RequestError for a ``step_size`` below 1.
         """
         if step_size < 1:
             raise RequestError(f"prefill_step_size must be at least 1, not {step_size}.")
@@ -242,13 +234,31 @@ class Target:
     def _head(self) -> Linear:
         return linear_of(getattr(self._language, "lm_head", None) or self._language.model.embed_tokens)
 
-    def _runner(
+    def _check_fit(
+        self, sequences: Sequence[CachedSequence], counts: tuple[int, ...], paths: Paths | None
+    ) -> None:
+        """Raise RequestError for trees that recurrent layers cannot run, ContextFull for rows that do not fit."""
+        if paths is not None and not self.takes_trees:
+            raise RequestError(
+                f"{self.name} has recurrent layers, which step through rows in one order: no trees."
+            )
+        for sequence, count, first in zip(sequences, counts, first_rows(counts), strict=True):
+            more = count if paths is None else max(map(len, paths[first : first + count]))
+            if sequence.length + more > self.context:
+                raise ContextFull(
+                    f"{self.name} has {self.context} positions; {more} tokens after {sequence.length} do not fit."
+                )
+
+    def _graph(
         self, counts: tuple[int, ...], target_layer_ids: tuple[int, ...], most_accepted: int, has_paths: bool
-    ) -> Callable[..., tuple[Any, ...]]:
-        """Return the pass for rows ``counts``: compiled, where its graph is the same round after round."""
+    ) -> Graph:
+        """Return the pass for rows ``counts``: compiled where it is small and MLX can trace our kernels.
+
+        A compiled pass serves every split of as many rows and every number of accepted rows, so that few graphs
+        are compiled: counts are replaced by bounds, and the numbers come as arrays.
+        """
         if sum(counts) > MAX_VERIFY_ROWS or not is_traceable():
             return partial(self._pass, counts, None, target_layer_ids, most_accepted, has_paths)
-        # How the rows are shared out, and a number of accepted rows, would be other graphs if they were in it.
         bounds = bounds_of(counts)
         key = bounds, sum(counts), target_layer_ids, has_paths
         if key not in self._compiled:
@@ -268,8 +278,16 @@ class Target:
         pool: mx.array,
         states: Any,
     ) -> tuple[Any, ...]:
-        """Run rows ``counts``; with ``longest``, counts are bounds, and the layout says the numbers."""
-        # mx.compile hands over plain tuples.
+        """Run rows ``counts``.
+
+        counts: rows of each sequence, or bounds of these, where ``numbers`` alone holds them.
+        longest: None for exact counts, otherwise the largest bound.
+        most_accepted: a bound of the rows that a sequence's recurrent layers step through first.
+        tokens: [R] int32.
+        numbers: see ``BatchLayout.packed``.
+        pool: see ``PagePool.data``.
+        states: of each recurrent layer, as plain tuples where ``mx.compile`` passes them on.
+        """
         layout = BatchLayout.unpacked(numbers, tokens.size, len(counts), has_paths)
         layers = tuple(LayerState(*each) for each in states)
         cached = Cached(layout.pages, layout.lengths, counts, None if longest is None else layout.starts)
@@ -277,12 +295,12 @@ class Target:
         spans = RowSpans(layout.first, layout.accepted, rows)
         chunks = chunks_of(counts) if longest is None else layout.one_chunk(longest)
         context = PassContext(layout.positions, cached, pool, layers, layout.slots, spans, chunks, layout.paths)
-        return self._run(tokens, context, target_layer_ids)
+        return self._run(self.embed(tokens), context, target_layer_ids)
 
     def _run(
-        self, tokens: mx.array, context: PassContext, target_layer_ids: tuple[int, ...]
+        self, x: mx.array, context: PassContext, target_layer_ids: tuple[int, ...]
     ) -> tuple[mx.array, mx.array, mx.array, list[LayerState]]:
-        x = self.embed(tokens)
+        """Run embedded rows [R, H] through all layers and the final norm; see Pass for what is returned."""
         outputs, kv, states = {}, [], []
         for index, layer in enumerate(self.layers):
             x, kept = layer(x, context)
@@ -293,18 +311,13 @@ class Target:
             if index in target_layer_ids:
                 outputs[index] = x
         hidden = outputs[self.num_layers] = self.norm(x)
-        asked = [outputs[layer] for layer in target_layer_ids]
-        aux_hidden_states = mx.concatenate(asked, axis=-1) if asked else hidden[:, :0]
+        requested = [outputs[layer] for layer in target_layer_ids]
+        aux_hidden_states = mx.concatenate(requested, axis=-1) if requested else hidden[:, :0]
         return hidden, aux_hidden_states, mx.stack(kv).transpose(2, 0, 1, 3, 4), states
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a ``config.json`` that describes the language model."""
-    return config.get("text_config", config)
-
-
 def read_layers(decoder: Any, family: Family, args: Any, name: str) -> list[Layer]:
-    """Read the layers of a decoder of mlx-lm. Raises UnsupportedModel as ``Layer.of`` does."""
+    """Read the layers of a decoder of mlx-lm. Raises UnsupportedModel, see ``Layer.of``."""
     layers: list[Layer] = []
     recurrent = [is_recurrent(module) for module in decoder.layers]
     for i, module in enumerate(decoder.layers):
@@ -313,8 +326,25 @@ def read_layers(decoder: Any, family: Family, args: Any, name: str) -> list[Laye
     return layers
 
 
+def pool_for(layers: Sequence[Layer], dtype: mx.Dtype, max_cached_tokens: int) -> PagePool:
+    """Return an empty pool for the attention layers among ``layers``."""
+    attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+    kv_heads, head_dim = attentions[0].kv_heads, attentions[0].head_dim
+    return PagePool(len(attentions), kv_heads, head_dim, dtype, -(-max_cached_tokens // PAGE_SLOTS))
+
+
+def empty_state(layers: Sequence[Layer], dtype: mx.Dtype) -> RecurrentState:
+    """Return the state of an empty sequence; recurrent layers, all of one shape, share its arrays."""
+    nets = [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaNet)]
+    return RecurrentState((nets[0].empty(dtype),) * len(nets) if nets else ())
+
+
 def states_after(kept: Sequence[Any], counts: tuple[int, ...]) -> tuple[RecurrentState, ...]:
-    """Return what recurrent layers keep of each sequence after all rows of a pass."""
+    """Return the recurrent state of each sequence after all rows of a pass.
+
+    kept: what each recurrent layer returned.
+    counts: rows of each sequence.
+    """
     if not kept:
         return ()
     layers = tuple(LayerState(*each) for each in kept)
@@ -322,8 +352,3 @@ def states_after(kept: Sequence[Any], counts: tuple[int, ...]) -> tuple[Recurren
         return tuple(RecurrentState(layers, slot) for slot in range(len(counts)))
     firsts = first_rows(counts)
     return tuple(RecurrentState(layers, slot, firsts[slot], count) for slot, count in enumerate(counts))
-
-
-def is_sliding(layer: Any) -> bool:
-    """Whether a decoder layer of mlx-lm sees the newest positions only."""
-    return bool(getattr(layer, "use_sliding", False))
