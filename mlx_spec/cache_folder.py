@@ -1,4 +1,4 @@
-"""Where this package keeps files that it can build again."""
+"""Where this package keeps files that it can create again."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the cache folder, which need not exist yet.
+    """Return the cache folder, which may not exist yet.
 
-    ``$MLX_SPEC_CACHE`` wins; otherwise ``~/Library/Caches/mlx_spec`` on macOS, and elsewhere
-    ``$XDG_CACHE_HOME/mlx_spec`` or ``~/.cache/mlx_spec``. A variable set to nothing counts as unset.
+    It is ``$MLX_SPEC_CACHE``; where this is unset or empty, ``~/Library/Caches/mlx_spec`` on macOS, and elsewhere
+    ``$XDG_CACHE_HOME/mlx_spec`` or ``~/.cache/mlx_spec``.
     """
     if chosen := os.environ.get("MLX_SPEC_CACHE"):
         return Path(chosen).expanduser()

@@ -1,14 +1,14 @@
-"""What can go wrong, as a tree. Every message says what is needed, what was found and what to do.
+"""The errors of this package, as a tree. Every message says what is needed, what was found and what to do.
 
 MlxSpecError
 ├── ModelError            a model, drafter or tokenizer cannot be used
-│   ├── DownloadError     it could not be fetched, or what came is not what was asked for
-│   ├── UnsupportedModel  its architecture is not one we run
+│   ├── DownloadError     it could not be fetched, or is not the expected file
+│   ├── UnsupportedModel  its architecture is not supported
 │   └── DrafterMismatch   the drafter was made for another target, or its checkpoint is incomplete
 ├── RequestError          a request cannot be served as asked
 │   └── ContextFull       the sequence does not fit into the context or the page pool
 ├── PositionError         a cache or drafter was asked for a position it cannot reach
-├── NonFiniteError        no token can be taken from what was computed: NaN or infinity
+├── NonFiniteError        no token can be chosen: the target's logits hold NaN or infinity
 └── DrafterFailure        a draft pass produced NaN or infinity; the engine goes on without drafts
 """
 
@@ -22,11 +22,11 @@ class ModelError(MlxSpecError):
 
 
 class DownloadError(ModelError):
-    """A model could not be fetched, or what came is not what was asked for."""
+    """A model could not be fetched, or is not the expected file."""
 
 
 class UnsupportedModel(ModelError):
-    """The architecture of a model is not one that the rows forward runs."""
+    """The architecture of a model is not supported."""
 
 
 class DrafterMismatch(ModelError):
@@ -46,7 +46,7 @@ class PositionError(MlxSpecError):
 
 
 class NonFiniteError(MlxSpecError):
-    """No token can be taken from what was computed: it holds NaN or infinity."""
+    """No token can be chosen: the target's logits hold NaN or infinity."""
 
 
 class DrafterFailure(MlxSpecError):

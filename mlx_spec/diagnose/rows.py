@@ -1,4 +1,4 @@
-"""Does a verify row equal the same row computed alone? Batch invariance, of a model and of a generation."""
+"""Checks batch invariance, of a model or of a generation: a row of a pass equals the row computed alone."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from mlx_spec.drafters.tree import rows_of_path, tree_of
 from mlx_spec.target import CachedSequence, Target
 from mlx_spec.target.pages import PAGE_SLOTS
 
-# Positions before the rows that a model is checked with: the rows cross the end of a page.
+# Positions before the rows that a model is checked with, so that the rows cross the end of a page.
 CONTEXT = 28
 
 
@@ -20,8 +20,11 @@ CONTEXT = 28
 class Difference:
     """A verify row whose logits differ from a one-row pass.
 
-    position: of the row; row and rows: its number in the pass, and how many rows that had. largest: the largest
-    absolute difference of a logit. same_token: whether the most likely token is the same nevertheless.
+    position: of the row.
+    row: its number in the pass.
+    rows: how many rows the pass has.
+    largest: the largest absolute difference of a logit.
+    same_token: whether the most likely token is the same nevertheless.
     """
 
     position: int
@@ -41,10 +44,12 @@ class Difference:
 def check_rows(
     target: Target, counts: Sequence[int], compared: int = MAX_VERIFY_ROWS
 ) -> Iterator[Difference | None]:
-    """Compare the first ``compared`` rows of passes of several rows with the same rows computed one at a time.
+    """Compare rows of passes of several rows with the same rows computed one at a time.
 
-    Yields the first difference of each pass, or None; counts: rows of the passes, of which those that do not fit
-    into the model's context are left out. The rows stand behind a text of 28 tokens, or at the beginning where the
+    target: the model.
+    counts: rows of each pass; passes that do not fit into the model's context are left out.
+    compared: how many rows of each pass to compare, from the first on.
+    Yields for each pass its first difference, or None. The rows follow a text of 28 tokens, or nothing where the
     context or the pool is small.
     """
     with text_and_rows(target, max(counts)) as (sequence, rows):
@@ -57,9 +62,9 @@ def check_rows(
 
 
 def check_tree(target: Target, depth: int) -> Difference | None:
-    """Compare a path of a tree, ``depth`` rows behind its first, with the same rows computed one at a time.
+    """Compare a path through a tree, ``depth`` rows after the first, with the same rows computed one at a time.
 
-    Beside each of them lies another row, so that no row of the path follows the one before it in the pass.
+    Each path row is interleaved with an off-path row. Returns the first difference, or None.
     """
     with text_and_rows(target, 2 * depth + 1) as (sequence, rows):
         depth = min(depth, target.context - sequence.length - 1)
@@ -68,17 +73,17 @@ def check_tree(target: Target, depth: int) -> Difference | None:
         logits = target.logits(target.forward([(sequence, rows[: tree.num_rows])], paths=tree.paths).hidden)
         alone = logits_alone(target, sequence, rows_of_path(rows, path))
         found = [
-            compare(sequence, place, rows_of_path(logits, path), expected) for place, expected in enumerate(alone)
+            compare(sequence, row, rows_of_path(logits, path), expected) for row, expected in enumerate(alone)
         ]
     return next((difference for difference in found if difference is not None), None)
 
 
 @contextmanager
 def text_and_rows(target: Target, count: int) -> Iterator[tuple[CachedSequence, mx.array]]:
-    """Open a sequence that holds a text for the time of a check, with ``count`` tokens [R] to go on with."""
+    """Open a sequence that holds a text for the time of a check; yield it and ``count`` tokens [R] to follow."""
     pages = -(-(CONTEXT + count) // PAGE_SLOTS) + 1
-    roomy = target.context >= CONTEXT + count and target.pool.free_pages >= pages
-    context = CONTEXT if roomy else 0
+    fits = target.context >= CONTEXT + count and target.pool.free_pages >= pages
+    context = CONTEXT if fits else 0
     tokens = [(7919 * i + 13) % target.vocab_size for i in range(context + count)]
     sequence = target.open()
     try:
@@ -89,13 +94,13 @@ def text_and_rows(target: Target, count: int) -> Iterator[tuple[CachedSequence, 
 
 
 def logits_alone(target: Target, sequence: CachedSequence, tokens: mx.array) -> Iterator[mx.array]:
-    """Yield the logits [V] of each row [R] behind a sequence by a pass of one row. The sequence stays as it is."""
+    """Yield the logits [V] of each row after a sequence, from passes of one row. The sequence is not changed."""
     alone = sequence.fork()
     try:
         for row in range(tokens.size):
             passed = target.forward([(alone, tokens[row : row + 1])])
             logits = target.logits(passed.hidden)[0]
-            # What still waits to read the pool would make the write copy it.
+            # A pending read of the pool would make the write copy all of it.
             mx.eval(logits, *passed.arrays)
             yield logits
             target.commit(alone, passed)
@@ -104,7 +109,12 @@ def logits_alone(target: Target, sequence: CachedSequence, tokens: mx.array) -> 
 
 
 def compare(sequence: CachedSequence, row: int, logits: mx.array, expected: mx.array) -> Difference | None:
-    """Compare row number ``row`` of a pass behind ``sequence``, with logits [R, V], with the row alone [V]."""
+    """Compare row number ``row`` of a pass after ``sequence`` with the same row alone.
+
+    logits: [R, V], of the pass.
+    expected: [V], of the row alone.
+    Returns the difference, or None where they are equal bit for bit.
+    """
     found = logits[row]
     if mx.array_equal(found, expected, equal_nan=True).item():
         return None
@@ -115,14 +125,24 @@ def compare(sequence: CachedSequence, row: int, logits: mx.array, expected: mx.a
 
 @dataclass
 class RowCheck:
-    """Recomputes every verify row as a one-row pass; give ``check`` to a generation as ``on_verified``."""
+    """Recomputes every verify row as a one-row pass; pass ``check`` to a request as ``on_verified``.
+
+    target: the model.
+    rows: how many rows were compared.
+    differences: of these.
+    """
 
     target: Target
     rows: int = 0
     differences: list[Difference] = field(default_factory=list)
 
     def check(self, sequence: CachedSequence, tokens: mx.array, logits: mx.array) -> None:
-        """Compare the rows [R] that were verified behind ``sequence`` and gave ``logits`` [R, V]."""
+        """Compare verified rows with one-row passes.
+
+        sequence: what came before the rows.
+        tokens: [R] int32, the rows.
+        logits: [R, V], of the verify pass.
+        """
         for row, expected in enumerate(logits_alone(self.target, sequence, tokens)):
             self.rows += 1
             difference = compare(sequence, row, logits, expected)

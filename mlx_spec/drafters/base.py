@@ -1,7 +1,7 @@
-"""The protocol between the engine and a drafter: everything that either knows of the other.
+"""The protocol between the engine and a drafter: all that each knows of the other.
 
-A drafter reads hidden states of rows that the target has committed and proposes the next tokens. It never touches
-the target's cache and never decides what is accepted.
+A drafter reads hidden states of rows that the target has committed, and drafts the tokens that follow. It never
+touches the target's cache and never decides what is accepted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 from mlx_spec.target import PagePool
 
 SampleDraft = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
-"""Picks a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
+"""Draws a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Committed:
     """Rows that became part of the target's sequence.
 
     position: of the first row.
-    tokens: [n], the rows' token ids.
-    aux_hidden_states: [n, T * H], of the layers that the drafter asked for, side by side.
+    tokens: [n] int32, the rows' token ids.
+    aux_hidden_states: [n, T * H], outputs of the drafter's ``target_layer_ids`` side by side.
     """
 
     position: int
@@ -36,12 +36,12 @@ class Draft:
     """Drafted tokens for the positions after the anchor, all lazy.
 
     tokens: [k] int32.
-    candidates: [k, K], the token ids that each was chosen from, the best first.
-    probabilities: [k, K], the distribution that each was drawn from; None where it was not drawn.
-    finite: for each named stage of the draft pass, whether all its numbers are finite: bool of any shape.
-    scores: [k, K], of the candidates; None if the drafter gives none, then no siblings can be added.
-    parents: None for a chain; of a tree, see there. Its siblings were drawn from one distribution, without
-        replacement and in their order.
+    candidates: [k, K] int32, the token ids that each was chosen from, the best first.
+    probabilities: [k, K] float32, the distribution that each was drawn from; None where it was not drawn.
+    finite: by name of a stage of the draft pass, whether all its numbers are finite: bool of any shape.
+    scores: [k, K] float32, of the candidates; None if the drafter gives none, then no siblings can be added.
+    parents: see ``Tree``; None for a chain. Siblings are drawn from one distribution, without replacement, in
+        their order.
     """
 
     tokens: mx.array
@@ -53,15 +53,17 @@ class Draft:
 
     @property
     def tree(self) -> Tree:
-        """How the anchor and the tokens follow each other."""
+        """The tree that anchor and tokens form."""
         return chain_of(self.tokens.size) if self.parents is None else tree_of(self.parents)
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What one sequence wants of a draft pass.
+    """What one sequence asks of a draft pass.
 
-    state: the drafter's, of this sequence. anchor: the token that drafts follow. count: tokens to draft.
+    state: the drafter's state of this sequence.
+    anchor: the token that the drafts follow.
+    count: tokens to draft.
     sample_draft: draws each of them.
     """
 
@@ -77,7 +79,7 @@ def nothing_drafted() -> Draft:
 
 
 def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
-    """Stack the distributions [K] that tokens were drawn from, or return None when there were none."""
+    """Stack the distributions [K] that tokens were drawn from, or return None where none was drawn."""
     drawn = [row for row in rows if row is not None]
     return mx.stack(drawn) if drawn else None
 
@@ -90,14 +92,16 @@ class DrafterState(Protocol):
         ...
 
     def free(self) -> None:
-        """Give back what it holds; it is not used afterwards."""
+        """Free what it holds; the state is not used afterwards."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens.
+    """Drafts tokens.
 
-    target_layer_ids: the layers whose states it reads (see Target). pool: the pages of its states.
+    name: of its kind.
+    pool: the pages of its states.
+    target_layer_ids: the target layers whose outputs it reads, see Target.
     max_draft: the most tokens of a draft.
     """
 
@@ -107,29 +111,33 @@ class Drafter(Protocol):
     max_draft: int
 
     def open(self, position: int = 0) -> Any:
-        """Return the state for a sequence whose rows it will see from ``position`` on.
+        """Return the state of a sequence whose rows are committed to the drafter from ``position`` on.
 
-        After position 0 there is a gap: the sequence was decoded without the drafter, or was forgotten. Drafting
-        begins with the rows that are committed next, as if nothing were before them.
+        Rows before it are missing: the sequence was decoded without the drafter, or its state was freed. The
+        drafter drafts as if the sequence began there.
         """
         ...
 
     def extend(self, updates: Sequence[tuple[Any, Committed]]) -> None:
-        """Take in rows that the target committed, of each state its own, in order and without gaps."""
+        """Add rows that the target committed to their states, in order and without gaps.
+
+        Raises PositionError for a gap or an overlap.
+        """
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft for several sequences in one pass: for each request its 1 to ``max_draft`` tokens behind the anchor.
+        """Draft for several sequences in one pass, lazily: nothing is synchronised with the host.
 
-        Lazy: no host synchronisation. What is drafted for a sequence may depend on the others. A drafter that has
-        not seen enough of a sequence yet drafts fewer, or none.
+        Returns a draft for each request, of as many tokens as it asks for, or of fewer where the drafter has not
+        seen enough of the sequence. The drafts of a sequence may depend on the others of the pass.
+        Raises RequestError for a count outside 1 to ``max_draft``.
         """
         ...
 
     def rewind(self, state: Any, position: int) -> int:
-        """Forget rows from ``position`` on, and return where the next committed rows must begin.
+        """Forget rows from ``position`` on, and return the position where the next committed rows must begin.
 
-        That is ``position``, or an earlier one whose rows the target has to run again because the drafter needs
-        to see them once more. A position ahead of what the state holds changes nothing.
+        That is ``position``, or an earlier one: the target has to run the rows in between again, because the
+        drafter needs their hidden states. A position after the state's last row changes nothing.
         """
         ...

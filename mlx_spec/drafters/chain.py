@@ -1,8 +1,8 @@
-"""The chain drafter: a head of one decoder layer, MTP or EAGLE, that is run a token a step.
+"""The chain drafter: a head of one decoder layer, MTP or EAGLE, that drafts one token a step.
 
-A row of the head needs a hidden state of the target and the token after it, so the newest committed row waits for
-its successor: it is pending. Only rows whose successor is committed too enter the cache; those of the chain, which
-read the head's own output, are kept beside the cache and forgotten when the round ends.
+A row of the head reads a hidden state of the target and the token after it. So a committed row is pending until
+its successor is committed, too; then its keys and values enter the context. The rows of a chain, which read the
+head's own output, are kept beside the context and forgotten when the round ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,13 @@ CANDIDATES = 16
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Rows before attention: residual [R, H], what attention's output is added to; the joined projection [R, N];
-    queries [R, H, D], and keys and values [2, R, KV, D], positions encoded."""
+    """Rows before attention.
+
+    residual: [R, H], what attention's output is added to.
+    projected: [R, N], the joined projection.
+    queries: [R, heads, D], positions encoded.
+    keys_values: [2, R, KV, D], positions encoded.
+    """
 
     residual: mx.array
     projected: mx.array
@@ -48,20 +53,20 @@ class AttentionInputs:
 
 
 class HeadForward(Protocol):
-    """The forward of a head over rows. width: H of the hidden states that it reads and hands on."""
+    """The forward pass of a head over rows, in the two parts before and after attention."""
 
     @property
     def attention(self) -> Attention:
-        """Attention of its layer."""
+        """Attention of its layer, whose scale and window are used."""
         ...
 
     @property
     def width(self) -> int:
-        """H, the size of hidden states."""
+        """H, the size of the hidden states that it reads and returns."""
         ...
 
     def features(self, aux_hidden_states: mx.array) -> mx.array:
-        """Turn states of the target's layers [R, T * H] into hidden states [R, H]."""
+        """Fuse outputs of T target layers [R, T * H] into hidden states [R, H]."""
         ...
 
     def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
@@ -69,9 +74,9 @@ class HeadForward(Protocol):
         ...
 
     def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows after attention, whose output is [R, H, D].
+        """Run rows from attention's output [R, heads, D] to the end.
 
-        Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
+        Returns what the output head reads, and the hidden state for the next row of a chain, both [R, H].
         """
         ...
 
@@ -80,10 +85,10 @@ class HeadForward(Protocol):
 class ChainState:
     """What the head remembers of a sequence.
 
-    context: keys and values of the rows that are complete.
-    hidden: [m, H], the target's hidden states of the m pending rows after them.
-    following: [m - 1] int32, the tokens after all but the newest of these.
-    first: position of the first pending row, which is where the context ends.
+    context: keys and values of the rows before the pending ones.
+    hidden: [m, H], the target's hidden states of the m pending rows.
+    following: [m - 1] int32, the tokens after all pending rows but the newest.
+    first: position of the first pending row, where the context ends.
     """
 
     context: ContextKV
@@ -101,7 +106,7 @@ class ChainState:
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
 
     def free(self) -> None:
-        """Give the pages of the context back."""
+        """Release the pages of the context."""
         self.context.free()
 
 
@@ -117,9 +122,14 @@ class ChainDrafter:
         head: DraftHead,
         embed: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
-        """Bind a head to its target, whose embedding it uses where ``embed`` is None.
+        """Bind a head to its target.
 
-        name: of the kind. target_layer_ids: the layers of the target whose states ``forward.features`` takes.
+        name: of the kind.
+        forward: of the head.
+        target_layer_ids: the target layers whose outputs ``forward.features`` takes.
+        target: to draft for.
+        head: the output head.
+        embed: looks up embeddings, [R] int32 to [R, H]; None for the target's.
         """
         self.name = name
         self.forward = forward
@@ -132,11 +142,11 @@ class ChainDrafter:
         self.pool = context_pool(forward.pre_attention(self.embed(like[1]), *like).context_rows)
 
     def open(self, position: int = 0) -> ChainState:
-        """Return the state for a sequence whose rows begin at ``position``."""
+        """Return the state of a sequence whose rows begin at ``position``."""
         return ChainState(ContextKV(self.pool, self.forward.attention.window, position), *self._nothing, position)
 
     def extend(self, updates: Sequence[tuple[ChainState, Committed]]) -> None:
-        """Let committed rows wait for their successors. Raises PositionError for a gap or an overlap."""
+        """Add committed rows to the pending ones. Raises PositionError for a gap or an overlap."""
         for state, committed in updates:
             self._extend(state, committed)
 
@@ -149,12 +159,12 @@ class ChainDrafter:
         known = committed.tokens if state.hidden.shape[0] else committed.tokens[1:]
         hidden = mx.concatenate([state.hidden, self.forward.features(committed.aux_hidden_states)])
         if hidden.shape[0] > MAX_VERIFY_ROWS:
-            # Otherwise the graph of a prompt's last layer would be held until the first draft.
+            # Otherwise the graph of a prompt's last layer would be kept in memory until the first draft.
             mx.async_eval(hidden)
         state.hidden, state.following = hidden, mx.concatenate([state.following, known.astype(mx.int32)])
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft after all anchors, a step of all chains at once; none before any row of a sequence is committed.
+        """Draft for several sequences, each step for all of them at once; nothing for one without committed rows.
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
@@ -163,9 +173,9 @@ class ChainDrafter:
                 raise RequestError(
                     f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
                 )
-        begun = [request for request in requests if request.state.hidden.shape[0]]
-        drafted = iter(self._chains(begun) if begun else [])
-        return [next(drafted) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
+        ready = [request for request in requests if request.state.hidden.shape[0]]
+        drafts = iter(self._chains(ready) if ready else [])
+        return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
 
     def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         inputs, hidden = self._begin(requests)
@@ -173,8 +183,8 @@ class ChainDrafter:
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
         for index in range(max(request.count for request in requests)):
             if index:
-                at = mx.array([request.state.position - 1 + index for request in requests], dtype=mx.int32)
-                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, at)
+                positions = mx.array([request.state.position - 1 + index for request in requests], dtype=mx.int32)
+                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, positions)
             queries.append(inputs.queries[:, None])
             keys_values.append(inputs.keys_values[:, :, None])
             attended = self._attend(pages, mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2))
@@ -183,14 +193,12 @@ class ChainDrafter:
         return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
 
     def _begin(self, requests: Sequence[DraftRequest]) -> tuple[AttentionInputs, mx.array]:
-        """Run the pending rows of all sequences, and complete all but the newest of each.
+        """Run the pending rows of N sequences up to attention, and move all but the newest of each to the context.
 
-        Returns the newest ones, N of N sequences, and the target's hidden states of these [N, H].
+        Returns the newest row of each, and the target's hidden states of these rows [N, H].
         """
-        states, counts = (
-            [request.state for request in requests],
-            [request.state.hidden.shape[0] for request in requests],
-        )
+        states = [request.state for request in requests]
+        counts = [state.hidden.shape[0] for state in states]
         anchors = mx.array([request.anchor for request in requests], dtype=mx.int32)
         following = [part for n, state in enumerate(states) for part in (state.following, anchors[n : n + 1])]
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
@@ -206,13 +214,13 @@ class ChainDrafter:
         return inputs.select(part), hidden[part]
 
     def rewind(self, state: ChainState, position: int) -> int:
-        """Forget rows from ``position`` on, and return the position that the next committed row must have.
+        """Forget rows from ``position`` on, and return the position where the next committed rows must begin.
 
-        That is one row earlier where the hidden state of the row before ``position`` is no longer held: its
-        successor may change, so the target has to run it again. Where the context has lost the window before that
-        row, it begins again, a window earlier.
+        Where the hidden state of the row before ``position`` is no longer held, that is one row earlier: its
+        successor may change, so the target has to run it again. Where the window before that row is not held
+        either, the context begins again, a window earlier.
         """
-        # Rows that a round completed but, interrupted, left pending as well are pending.
+        # An interrupted round may have moved rows to the context that are still pending.
         state.context.rewind(state.first)
         if position < state.position:
             keep = position - state.first
@@ -224,22 +232,29 @@ class ChainDrafter:
         return state.position
 
     def _pre_attention(self, state: ChainState, following: mx.array) -> AttentionInputs:
-        """Run pending rows, those whose next token is in ``following``, up to attention."""
+        """Run the first pending rows up to attention, those whose next tokens are ``following`` [n] int32."""
         count = following.size
         positions = mx.arange(state.first, state.first + count, dtype=mx.int32)
         return self.forward.pre_attention(self.embed(following), state.hidden[:count], positions)
 
     def _complete(self, state: ChainState, inputs: AttentionInputs, count: int) -> None:
-        """Move the first ``count`` pending rows into the cache."""
+        """Move the first ``count`` pending rows to the context."""
         if count:
             state.context.append(state.first, inputs.context_rows[:count])
-            left = state.hidden[count:], state.following[count:], state.first + count
-            state.hidden, state.following, state.first = left
+            # One statement, so that an interruption finds the three at the same position.
+            pending = state.hidden[count:], state.following[count:], state.first + count
+            state.hidden, state.following, state.first = pending
 
     def _attend(
         self, pages: tuple[mx.array, mx.array, mx.array], queries: mx.array, keys_values: mx.array
     ) -> mx.array:
-        """Attend from rows [N, R, H, D] to the contexts of N sequences, see ``pages_of``, and to each other."""
+        """Attend from the rows of N chains to their contexts and to each other.
+
+        pages: of the contexts, see ``pages_of``.
+        queries: [N, R, heads, D].
+        keys_values: [2, N, R, KV, D].
+        Returns [N, R, heads, D].
+        """
         pool, table, lengths = pages
         keys, values = (side.squeeze(0).flatten(0, 1) for side in mx.split(keys_values, 2))
         cached = Cached(table, lengths, queries.shape[1:2] * queries.shape[0])
@@ -248,7 +263,12 @@ class ChainDrafter:
         return attended.reshape(queries.shape)
 
     def _step(self, hidden: mx.array, requests: Sequence[DraftRequest], before: Sequence["Step"]) -> "Step":
-        """Let each sequence draw its next token from the best of the draft logits of its row [N, H]."""
+        """Draw the next token of each sequence.
+
+        hidden: [N, H], what the output head reads.
+        requests: of the N sequences.
+        before: the steps before this one.
+        """
         scores = self.head.score(hidden)
         values, ids, are_finite = topk_rows(scores, min(CANDIDATES, self.head.size))
         ids = ids if self.head.ids is None else self.head.ids[ids]
@@ -258,9 +278,9 @@ class ChainDrafter:
             if len(before) < request.count:
                 picked.append(request.sample_draft(request.state.position + 1 + len(before), ids[n], values[n]))
             else:
-                # Its chain is complete, and runs along with the others.
+                # Its chain is complete; its row is computed with the others and not used.
                 picked.append((before[-1].tokens[n], None))
-        # Of several sequences each has its own flag.
+        # The kernel's flag is for all rows; several sequences need one each.
         finite = are_finite[None] if len(requests) == 1 else mx.all(mx.isfinite(scores), axis=-1)
         tokens = mx.stack([token for token, _ in picked]).astype(mx.int32)
         return Step(tokens, ids, values, [probabilities for _, probabilities in picked], finite)
@@ -268,10 +288,13 @@ class ChainDrafter:
 
 @dataclass(frozen=True)
 class Step:
-    """One drafted token of each of N sequences: tokens [N] int32, and the candidates ids [N, K] they are of.
+    """One drafted token of each of N sequences.
 
-    scores: [N, K] float32, of the candidates. probabilities: [K] of each sequence, None where it was not drawn.
-    finite: bool [N], whether all draft logits were.
+    tokens: [N] int32.
+    ids: [N, K] int32, the candidates.
+    scores: [N, K] float32, of the candidates.
+    probabilities: [K] float32 of each sequence, what its token was drawn from; None where it was not drawn.
+    finite: bool [N], whether all draft logits are finite.
     """
 
     tokens: mx.array
@@ -282,7 +305,7 @@ class Step:
 
 
 def draft_of(steps: Sequence[Step], n: int) -> Draft:
-    """Return what sequence number ``n`` drafted in these steps."""
+    """Return the draft of sequence number ``n``, a token of each step."""
     return Draft(
         mx.stack([step.tokens[n] for step in steps]),
         mx.stack([step.ids[n] for step in steps]),

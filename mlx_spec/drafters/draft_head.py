@@ -1,4 +1,4 @@
-"""What binds a head to its target: its sizes, and the output head of drafts, of all tokens or of some."""
+"""What binds a head to its target: the check of its sizes, and its output head over all tokens or some."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,12 @@ from mlx_spec.target.linears import linear_of
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What turns hidden states into draft logits: score maps [R, H] to [R, N]; ids: the N tokens, None for all."""
+    """The output head of drafts.
+
+    score: maps hidden states [R, H] to draft logits [R, N].
+    size: N.
+    ids: [N] int32, the tokens that are scored; None for all, in order.
+    """
 
     score: Callable[[mx.array], mx.array]
     size: int
@@ -28,7 +33,7 @@ class DraftHead:
 
 
 def check_target(hidden_size: int | None, vocab_size: int | None, target: Target, name: str) -> None:
-    """Raise DrafterMismatch, with both numbers, when a head of these sizes was made for another target."""
+    """Raise DrafterMismatch, with both numbers, where a head of these sizes does not fit the target."""
     for what, needed, found in (
         ("hidden size", hidden_size, target.hidden_size),
         ("vocabulary size", vocab_size, target.vocab_size),
@@ -43,11 +48,14 @@ def check_target(hidden_size: int | None, vocab_size: int | None, target: Target
 def draft_head(
     module: Any, target: Target, own_ids: Sequence[int] | None, chosen_ids: Sequence[int] | None, name: str
 ) -> DraftHead:
-    """Return the output head of drafts: a checkpoint's own or the target's, of chosen tokens or of all.
+    """Return the output head of drafts: the checkpoint's own or the target's, over all tokens or some.
 
-    module: the checkpoint's output head, or None. own_ids: the target's ids of the draft tokens, by the
-    checkpoint; chosen_ids: what to draft from where it does not say.
-    Raises DrafterMismatch where they do not fit.
+    module: the checkpoint's output head; None for the target's.
+    target: to draft for.
+    own_ids: ids of the tokens that the checkpoint drafts from; None where it does not name them.
+    chosen_ids: ids to draft from in this case; None for all.
+    name: of the checkpoint, for the message.
+    Raises DrafterMismatch where the head's size does not fit the ids.
     """
     chosen = chosen_ids if own_ids is None else own_ids
     ids = None if chosen is None else mx.array(list(chosen), dtype=mx.int32)

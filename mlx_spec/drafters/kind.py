@@ -1,4 +1,4 @@
-"""What the loader needs to know of a kind of drafter: each folder beside this file defines one as ``KIND``."""
+"""What the loader needs to know of a kind of drafter. Each folder beside this file defines one as ``KIND``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mlx_spec.drafters.wiring import Wirings
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 
-# Bits a weight that a head may be quantised to at load; the largest leaves it as it is.
+# Bits a weight that a head may be quantised to at load; the largest means not at all.
 BITS, GROUP_SIZE = (2, 3, 4, 5, 6, 8, 16), 64
 
 
@@ -20,8 +20,8 @@ class DrafterSource:
 
     place: its folder, or the file that holds an MTP head.
     name: of the folder or repo, for messages.
-    config: its ``config.json``; where it has none of its own, its target's.
-    model_config: its target's ``config.json``.
+    config: its ``config.json``; the target's where it has none of its own.
+    model_config: the target's ``config.json``.
     """
 
     place: Path
@@ -34,9 +34,9 @@ class DrafterSource:
 class DrafterOptions:
     """What a user asks of a drafter at load.
 
-    draft_ids: ascending token ids to draft from, None for all.
+    draft_ids: ascending token ids to draft from; None for all.
     draft_bits: one of BITS, to quantise a head that is not quantised; None for the kind's default.
-    on_cpu: MLX computes on the CPU, where quantised products are slow.
+    on_cpu: whether MLX computes on the CPU, where quantised products are slow.
     """
 
     draft_ids: Sequence[int] | None = None
@@ -48,13 +48,13 @@ class DrafterOptions:
             raise RequestError(f"draft_bits takes {', '.join(map(str, BITS))}, not {self.draft_bits}.")
 
     def quantization(self, default: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return how to quantise a head: as asked for, else by ``default``, on a CPU not at all."""
+        """Return how to quantise a head: as requested, else by ``default``, and on a CPU not at all."""
         if self.draft_bits is None:
             return None if self.on_cpu else default
         return None if self.draft_bits == max(BITS) else {"group_size": GROUP_SIZE, "bits": self.draft_bits}
 
     def refuse_for(self, name: str) -> None:
-        """Raise RequestError for options that only heads have."""
+        """Raise RequestError where an option is set that only heads have."""
         for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", self.draft_bits)):
             if value is not None:
                 raise RequestError(f"{option} is for MTP and EAGLE heads; {name} is used as it is.")
@@ -64,16 +64,16 @@ class DrafterOptions:
 class Kind:
     """A kind of drafter.
 
-    name: its drafters' name, and what ``--drafter`` takes for the demo's.
+    name: of its drafters, and what ``--drafter`` takes for the demo's.
     title: for messages, such as "MTP head".
     trainer: the module in tools/ that trains one.
-    claims: whether a ``config.json`` alone says that its checkpoint is one of these.
-    matches: whether a checkpoint is one, for a target of so many layers.
+    claims: whether a ``config.json`` alone identifies a checkpoint of this kind.
+    matches: whether a checkpoint is of this kind, for a target with a number of layers.
     load: reads a checkpoint and binds it to its target.
-    indexed_files: the files of a repo that hold the drafter, by its ``config.json`` and its index (tensor to
-        file); None where all files are needed.
-    other_wirings: the readings that a checkpoint may mean instead, for a drafter and the target's layers.
-    lies_in_model: whether checkpoints of whole models may hold one.
+    indexed_files: names the files of a repo that hold the drafter, from its ``config.json``, its index (tensor to
+        file) and its name; None where all files are needed.
+    other_wirings: the wirings that a checkpoint may mean instead, for a drafter and the target's number of layers.
+    lies_in_model: whether a model's own checkpoint may hold one.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A drafter's own keys and values of committed positions, in pages like the target's, which forks share.
 
-Everything is found by absolute position: slot ``position - base`` of a context's pages. Pages that the window has
-left behind are given back, and ``base`` moves on. There is no ring and no ring order.
+A row is found by its absolute position, in slot ``position - base`` of its context's pages. Pages that no window
+reaches any more are released, and ``base`` moves on.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,26 @@ from mlx_spec.target import CachedSequence, PagePool
 from mlx_spec.target.batch_layout import page_table
 from mlx_spec.target.pages import PAGE_SLOTS, append_rows
 
-# How many drafters' contexts there are is bounded, so their pool needs no bound of its own.
+# The engine bounds the number of contexts, so their pool needs no bound of its own.
 UNBOUNDED = 1 << 30
 
 
 def context_pool(rows: mx.array) -> PagePool:
-    """Return the pool of a drafter's contexts, for rows like these [n, layers, 2, KV, D]; it grows as they do."""
+    """Return an unbounded pool for a drafter's contexts of rows like these [n, layers, 2, KV, D]."""
     _, layers, _, kv_heads, head_dim = rows.shape
     return PagePool(layers, kv_heads, head_dim, rows.dtype, UNBOUNDED)
 
 
 class ContextKV:
-    """Context keys and values of one sequence, in the pages of ``pool``.
+    """Context keys and values of one sequence.
 
-    Positions ``base .. cursor - 1`` are held; ``keep`` is how many of the newest a windowed drafter needs, None
-    for all. The first row stands at ``position``.
+    pool: where its pages are.
+    keep: how many of the newest positions a windowed drafter needs; None for all.
+    base: the first position that is held; the last is ``cursor - 1``.
     """
 
     def __init__(self, pool: PagePool, keep: int | None, position: int = 0) -> None:
+        """Begin an empty context whose first row will be at ``position``."""
         self.pool = pool
         self.keep = keep
         self.base = position
@@ -39,24 +41,25 @@ class ContextKV:
 
     @property
     def cursor(self) -> int:
-        """Where the next row stands."""
+        """Position of the next row."""
         return self.base + self._held.length
 
     def fork(self) -> "ContextKV":
-        """Return an independent copy that shares every page; one that is written to is copied."""
+        """Return an independent copy that shares all pages; a shared page is copied when it is written to."""
         copy = ContextKV(self.pool, self.keep, self.base)
         copy._held = self._held.fork()
         return copy
 
     def free(self) -> None:
-        """Give all pages back; the context is empty then, and begins where it stood."""
+        """Release all pages; the context is empty then, with the same cursor."""
         self._begin(self.cursor)
 
     def start_at(self, base: int, capture: int) -> None:
-        """Let the context begin at position ``base`` of rows that were captured from ``capture`` on.
+        """Empty the context and begin again at position ``base``, because older positions are outside the window.
 
-        Used where older positions are outside the window, so that they need not be written. Raises PositionError
-        when ``base`` lies behind the capture or behind the cursor.
+        base: at or after the cursor.
+        capture: position from which on the caller has rows.
+        Raises PositionError when ``base`` comes before the capture or before the cursor.
         """
         if base < capture:
             raise PositionError(f"The context cannot begin at position {base}: its capture begins at {capture}.")
@@ -65,13 +68,13 @@ class ContextKV:
         self._begin(base)
 
     def append(self, position: int, rows: mx.array) -> None:
-        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``, see ``append_to``."""
+        """Append rows [n, layers, 2, KV, D], the first at ``position``, see ``append_to``."""
         append_to([(self, position, rows)])
 
     def rewind(self, position: int) -> None:
-        """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
+        """Forget positions from ``position`` on; a position at or after the cursor changes nothing.
 
-        Raises PositionError when the pages no longer hold the window before ``position``.
+        Raises PositionError where the window before ``position`` is no longer held.
         """
         if position >= self.cursor:
             return
@@ -84,9 +87,10 @@ class ContextKV:
         self._held.rewind(position - self.base)
 
     def rewind_or_restart(self, position: int) -> None:
-        """Forget positions from ``position`` on; where the window before it is lost, begin again with that window.
+        """Forget positions from ``position`` on, also where the window before it is not held.
 
-        Then the context is empty, and rows from ``cursor`` on, which stands before ``position``, are needed.
+        In this case the context is empty, and its cursor is at the first position of the window: rows from there on have
+        to be appended again.
         """
         first = self._window_before(position)
         if position >= self.cursor or first >= self.base:
@@ -102,44 +106,46 @@ class ContextKV:
         return position if self.keep is None else max(0, position - self.keep)
 
     def _begin(self, base: int) -> None:
-        left = self._held
-        # One statement: base and pages belong together whenever someone looks.
+        before = self._held
+        # One statement, so that an interruption finds base and pages of the same context.
         self.base, self._held = base, CachedSequence(self.pool)
-        left.free()
+        before.free()
 
-    def _forget_what_is_outside(self) -> None:
-        # A page more than the window stays, so that a round can be undone.
+    def _drop_unreachable_pages(self) -> None:
+        # One page more than the window is kept, so that a round can be undone.
         if self.keep is not None:
             self._drop(max(0, self._held.length - self.keep - PAGE_SLOTS) // PAGE_SLOTS)
 
     def _drop(self, pages: int) -> None:
-        left = self._held.pages[:pages]
+        dropped = self._held.pages[:pages]
         self.base, self._held = self.base + pages * PAGE_SLOTS, self._held.drop_first_pages(pages)
-        for page in left:
+        for page in dropped:
             self.pool.release(page)
 
 
 def append_to(updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
-    """Add rows [n, layers, 2, KV, D] to contexts of one pool, of each those from a position on, lazily.
+    """Append rows to contexts of one pool, lazily, in one write.
 
-    Raises PositionError when a position is not the cursor: a gap or an overlap would shift every key.
+    updates: (context, position of the first row, rows [n, layers, 2, KV, D]) triples.
+    Raises PositionError where a position is not the cursor: a gap or an overlap would shift every key.
     """
     for context, position, _ in updates:
         if position != context.cursor:
             raise PositionError(f"Context rows begin at position {position}, the cursor is at {context.cursor}.")
     append_rows([(context._held, rows, None) for context, _, rows in updates])
     for context, _, _ in updates:
-        context._forget_what_is_outside()
+        context._drop_unreachable_pages()
 
 
 def pages_of(contexts: Sequence[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the pool of contexts, their page tables [S, P] and lengths [S] int32; see attention_rows.
+    """Return what ``attention_rows`` reads of S contexts of one pool.
 
-    The first slot of a context holds its position ``base``.
+    That is the pool [pages, layers, 2, PAGE_SLOTS, KV, D], page tables [S, P] int32 and lengths [S] int32. Slot 0
+    of a context holds its position ``base``.
     """
     table = page_table([context._held.pages for context in contexts])
     numbers = [context.cursor - context.base for context in contexts]
-    # In one piece: what the host writes costs by the piece.
+    # One array, because every array that the host writes costs a transfer.
     packed = mx.array([*numbers, *(page for row in table for page in row)], dtype=mx.int32)
     lengths, pages = mx.split(resident(packed), [len(contexts)])
     return contexts[0].pool.data, pages.reshape(len(contexts), -1), lengths

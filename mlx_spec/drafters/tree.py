@@ -1,4 +1,4 @@
-"""The tree that the rows of a round form: each follows its parent. A chain is a tree without branches."""
+"""The tree that the rows of a round form: each row follows its parent. A chain is a tree without branches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from metal_kernels import ints
 
 @dataclass(frozen=True)
 class Tree:
-    """Rows 0 to k, of which row 0 is the anchor: ``parents[i]`` is the row that row i + 1 follows.
+    """Rows 0 to k of a round; row 0 is the anchor, row i + 1 is drafted token i.
 
-    Parents come before their children; children in the order in which they were drawn. All arrays here are
-    constants of the shape.
+    parents: ``parents[i]`` is the row that row i + 1 follows. Parents come before their children, siblings in the
+        order in which they were drawn.
+    All arrays that a tree holds are constants of its shape.
     """
 
     parents: tuple[int, ...]
 
     @property
     def num_rows(self) -> int:
-        """R = k + 1, how many rows there are."""
+        """R, the number of rows: k + 1."""
         return len(self.parents) + 1
 
     @property
@@ -31,7 +32,7 @@ class Tree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The rows from the anchor to each row, itself included."""
+        """For each row, the rows from the anchor to it, itself included."""
         found: list[tuple[int, ...]] = [(0,)]
         for row, parent in enumerate(self.parents, 1):
             found.append((*found[parent], row))
@@ -39,12 +40,12 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How many rows after the anchor each row comes."""
+        """For each row, its distance from the anchor."""
         return tuple(len(path) - 1 for path in self.paths)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The rows that follow each row."""
+        """For each row, the rows that follow it."""
         return tuple(
             tuple(child for child, parent in enumerate(self.parents, 1) if parent == row)
             for row in range(self.num_rows)
@@ -52,52 +53,60 @@ class Tree:
 
     @cached_property
     def chain(self) -> tuple[int, ...]:
-        """The rows from the anchor to its first child, to that one's first child, and so on."""
+        """The path of first children, from the anchor on."""
         path = [0]
         while self.children[path[-1]]:
             path.append(self.children[path[-1]][0])
         return tuple(path)
 
     def along_chain(self, path: Sequence[int]) -> int:
-        """Count the rows of a path behind the anchor up to where it siblings the chain."""
+        """Return how many rows of a path after the anchor are in the chain."""
         return sum(row in self.chain for row in path) - 1
 
     def runner_up(self, path: Sequence[int]) -> bool | None:
-        """Whether a path siblings the chain for the first sibling of the row that fell; None without siblings."""
+        """Return whether a path goes on with the first sibling of the chain's first rejected row.
+
+        None where this row has no siblings.
+        """
         siblings = self.children[self.chain[self.along_chain(path)]][1:]
         return siblings[0] in path if siblings else None
 
     @cached_property
     def lies_before(self) -> mx.array:
-        """Bool [R, R]: whether a row is on the path to a row."""
+        """Bool [R, R]: whether row j is on the path to row i."""
         return self._table([[int(row in path) for row in range(self.num_rows)] for path in self.paths]) > 0
 
     def last_accepted(self, matches: mx.array) -> mx.array:
-        """Return the last accepted row, int32: of the deepest whose path ``matches`` [k], bool, the first."""
+        """Return the last accepted row, int32: the deepest row, first of these, with a path of matching rows.
+
+        matches: [k] bool, of rows 1 to k.
+        """
         matches = mx.concatenate([mx.ones((1,), dtype=mx.bool_), matches])
         accepted = mx.all(matches[None] >= self.lies_before, axis=1)
         return mx.argmax(mx.where(accepted, ints(*self.depths), -1)).astype(mx.int32)
 
     def on_path(self, last: mx.array, flags: mx.array) -> mx.array:
-        """Whether ``flags`` [R], bool, are true of all rows from the anchor to row ``last``."""
+        """Return whether ``flags`` [R], bool, hold for all rows from the anchor to row ``last``."""
         return mx.all(flags >= self.lies_before[last])
 
     def emitted(self, last: mx.array, tokens: mx.array, following: mx.array) -> mx.array:
-        """Return what each row emits: [R] int32, where the path ends with row ``last``, which emits ``following``.
+        """Return the token that each row of the accepted path emits: [R] int32.
 
-        tokens: [k], of rows 1 to k. Rows off the path emit ``following`` too.
+        last: int32, the last row of the path.
+        tokens: [k] int32, of rows 1 to k.
+        following: int32, the token that row ``last`` emits; entries of rows off the path are this token too.
         """
         return mx.concatenate([tokens, following.reshape(1)])[self._successors[last]]
 
     @cached_property
     def _successors(self) -> mx.array:
-        """Int32 [R, R]: for the path to each row, the number of the drafted token after each row, or k."""
+        """Int32 [R, R]: for the path to row i, the number of the drafted token after row j, or k."""
         return self._table([[self._next(path, row) for row in range(self.num_rows)] for path in self.paths])
 
     def _next(self, path: Sequence[int], row: int) -> int:
-        """Return the number among drafted tokens of the row after ``row`` on a path, or k."""
-        place = path.index(row) + 1 if row in path else len(path)
-        return path[place] - 1 if place < len(path) else len(self.parents)
+        """Return the number of the drafted token after ``row`` on a path, or k where there is none."""
+        index = path.index(row) + 1 if row in path else len(path)
+        return path[index] - 1 if index < len(path) else len(self.parents)
 
     def _table(self, rows: Sequence[Sequence[int]]) -> mx.array:
         return ints(*(number for row in rows for number in row)).reshape(self.num_rows, self.num_rows)
@@ -105,7 +114,7 @@ class Tree:
 
 @lru_cache(maxsize=256)
 def tree_of(parents: tuple[int, ...]) -> Tree:
-    """Return the tree of a shape, always the same object, so that its constants are made once."""
+    """Return the tree of a shape; always the same object, so that its constants are made once."""
     return Tree(parents)
 
 
@@ -115,5 +124,5 @@ def chain_of(count: int) -> Tree:
 
 
 def rows_of_path(x: mx.array, path: Sequence[int]) -> mx.array:
-    """Return the rows of ``x`` [R, ...] on a path: as a slice, which copies nothing, where they come first."""
+    """Return the rows of ``x`` [R, ...] on a path; first rows are a slice, which copies nothing."""
     return x[: len(path)] if path[-1] == len(path) - 1 else x[ints(*path)]

@@ -1,4 +1,4 @@
-"""The readings of a chain drafter's checkpoint: the one that it declares, and those that may be meant instead."""
+"""The wirings of a chain drafter's checkpoint: the one that it declares, and those that may be meant instead."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,12 @@ from mlx_spec.drafters.draft_head import DraftHead
 
 @dataclass(frozen=True)
 class Wiring:
-    """One reading: the head's forward, the hidden states of the target that it reads, and its output head."""
+    """One way to run a head.
+
+    forward: of the head.
+    target_layer_ids: the target layers whose outputs it reads, see Target.
+    head: its output head.
+    """
 
     forward: HeadForward
     target_layer_ids: tuple[int, ...]
@@ -20,9 +25,11 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Wirings:
-    """The declared reading of a head, and by name those that differ from it in one point.
+    """The declared wiring of a head, and others.
 
-    embed: looks up embeddings, [R] to [R, H].
+    declared: the wiring.
+    others: by name, wirings that differ from it in one point.
+    embed: looks up embeddings, [R] int32 to [R, H].
     steps: how many tokens of a chain have to be compared for every difference to show.
     """
 

@@ -16,8 +16,9 @@ from mlx_spec.engine.draft_policy import Costs
 from mlx_spec.measure import store
 from mlx_spec.target import CachedSequence, Target
 
+# Cached tokens before the passes.
 CONTEXT = 64
-# Sequences of a draft pass that is compared with that of one.
+# Sequences of the draft pass that shows what each further sequence costs.
 TOGETHER = 4
 # Runs of each pass; the first compiles.
 RUNS = 3
@@ -26,7 +27,12 @@ Name = TypeVar("Name")
 
 
 def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
-    """Return the costs that are stored, or measure them (a second or two, on a CPU ten) and store them."""
+    """Return the stored costs, or measure them (one or two seconds, ten on a CPU) and store them.
+
+    target, drafter: what is timed.
+    drafter_name: identifies the drafter in the store.
+    progress: whether to show a progress bar.
+    """
     key = cost_key(target, drafter, drafter_name)
     costs = from_json(store.read().get(key))
     if costs is None:
@@ -36,10 +42,10 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress
 
 
 def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
-    """Time passes of several sizes behind a short context.
+    """Time passes of several sizes after a short context.
 
-    A draft comes with showing the drafter what the round before committed, half of as many drafts. A pass over
-    several sequences may have 16 rows, whatever the drafter's block.
+    A timed draft includes that the drafter takes in the rows of the round before, with half of its drafts accepted.
+    Verify passes are timed up to MAX_VERIFY_ROWS rows, because a pass over several sequences may have as many.
     """
     sequence, states = target.open(), [drafter.open()]
     try:
@@ -51,7 +57,10 @@ def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
 
 
 def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: list[Any], progress: bool) -> Costs:
-    """Time passes behind a new sequence, and drafts from its state, the only one in ``states``; forks join."""
+    """Fill a new sequence, and time passes and drafts after it.
+
+    states: the drafter's state of the sequence alone; forks are appended, for the caller to free.
+    """
     most = drafter.max_draft
     tokens = mx.zeros((min(CONTEXT, sequence.free_positions),), dtype=mx.int32)
     before = max(1, tokens.size - 1 - most // 2)
@@ -61,12 +70,12 @@ def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: li
 
     def propose(drafting: list[Any], count: int) -> list[mx.array]:
         requests = [
-            DraftRequest(state, 0, count, lambda at, ids, scores: (ids[mx.argmax(scores)], None))
+            DraftRequest(state, 0, count, lambda position, ids, scores: (ids[mx.argmax(scores)], None))
             for state in drafting
         ]
-        return [proposal.tokens for proposal in drafter.propose(requests)]
+        return [draft.tokens for draft in drafter.propose(requests)]
 
-    # What waits of the context is taken in before the first draft, and not again.
+    # The first draft takes in the context, which is not timed.
     mx.eval(sequence.arrays, rows.aux_hidden_states, propose(states, 1))
 
     def verify(count: int) -> list[mx.array]:
@@ -91,9 +100,9 @@ def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: li
 
 
 def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]], progress: bool = False) -> dict[Name, float]:
-    """Return the milliseconds of the fastest run of each pass, building the graph included.
+    """Return the milliseconds of the fastest run of each pass, building its graph included.
 
-    They are run in turns, so that what else the machine does for a moment spoils one run of a pass and not all.
+    Passes take turns, so that a moment in which the machine is busy spoils one run of a pass and not all.
     """
     best = dict.fromkeys(passes, math.inf)
     turns = tqdm([*passes] * RUNS, "Timing passes, once", leave=False, disable=not progress)
@@ -105,13 +114,13 @@ def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]], progress: bool 
 
 
 def as_json(costs: Costs) -> dict[str, dict[str, float]]:
-    """Return the curves with the keys that JSON has."""
+    """Return the curves with string keys, as JSON has them."""
     curves = vars(costs).items()
     return {name: {str(count): round(ms, 3) for count, ms in curve.items()} for name, curve in curves}
 
 
 def from_json(entry: Any) -> Costs | None:
-    """Return the costs of a cache entry, or None when it is missing or damaged."""
+    """Return the costs of a stored entry, or None where it is missing or damaged."""
     try:
         curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -120,5 +129,5 @@ def from_json(entry: Any) -> Costs | None:
 
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
-    """Identify machine, model, drafter and versions."""
+    """Return a key of machine, model, drafter and versions."""
     return store.key(target, drafter_name, str(drafter.max_draft))

@@ -1,4 +1,4 @@
-"""Whether a model's rows are exact on this machine, checked once per machine, model and version."""
+"""Checks once per machine, model and version whether a model's rows are batch-invariant."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from mlx_spec.measure import store
 from mlx_spec.target import Target
 
 OFF = Exactness(False, "turned off: MLX's own operations run, whose rows may depend on each other")
-# So many rows of each pass are computed alone too.
+# How many rows of each pass are computed alone, too.
 COMPARED = 4
 
 
 def checked_exactness(target: Target, most_rows: int) -> Exactness:
-    """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or read what that gave last time."""
+    """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or return the stored result."""
     counts = sorted({2, most_rows})
     key = store.key(target, f"passes of {counts} rows and a tree")
     exactness = from_json(store.read().get(key))
@@ -24,7 +24,7 @@ def checked_exactness(target: Target, most_rows: int) -> Exactness:
 
 
 def check(target: Target, counts: list[int]) -> Exactness:
-    """Compare passes of ``counts`` rows, and one whose rows form a tree, with one row at a time."""
+    """Compare passes of ``counts`` rows, and one of a tree where the target takes trees, with one row at a time."""
     found = [*check_rows(target, counts, COMPARED), check_tree(target, COMPARED) if target.takes_trees else None]
     differences = [d for d in found if d is not None]
     if differences:
@@ -33,7 +33,7 @@ def check(target: Target, counts: list[int]) -> Exactness:
 
 
 def from_json(entry: Any) -> Exactness | None:
-    """Return what a cache entry says, or None when it is missing or damaged."""
+    """Return the result of a stored entry, or None where it is missing or damaged."""
     if not isinstance(entry, dict):
         return None
     holds, reason = entry.get("exact"), entry.get("reason")

@@ -1,4 +1,4 @@
-"""What was measured once on this machine: one JSON file in the cache folder, an entry a measurement."""
+"""The results of measurements on this machine: one JSON file in the cache folder, one entry a measurement."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ NAME = "machine.json"
 
 
 def read() -> dict[str, Any]:
-    """Return all entries; a missing or damaged file holds none."""
+    """Return all entries by key; a missing or damaged file has none."""
     try:
         known = json.loads(path().read_text())
         return known if isinstance(known, dict) else {}
@@ -32,25 +32,29 @@ def read() -> dict[str, Any]:
 
 
 def write(key: str, entry: object) -> None:
-    """Add an entry to those that are there, in one step; a full disk only means measuring again next time."""
-    place = path()
-    temporary = place.with_suffix(f".{os.getpid()}")
+    """Add or replace an entry, atomically. Where the file cannot be written, nothing is stored.
+
+    key: see ``key``.
+    entry: any JSON value.
+    """
+    file = path()
+    temporary = file.with_suffix(f".{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(read() | {key: entry}, indent=1))
-        temporary.replace(place)
+        temporary.replace(file)
     except OSError:
         with suppress(OSError):
             temporary.unlink()
 
 
 def path() -> Path:
-    """Return where the entries are."""
+    """Return the path of the file."""
     return cache_folder() / NAME
 
 
 def key(target: Target, *more: str) -> str:
-    """Identify machine, model, versions, the implementation of the operations, and what ``more`` names."""
+    """Return a key of machine, model, versions, the implementation of the operations, and ``more``."""
     weights = dict(tree_flatten(target.model.parameters()))
     parts = [
         platform.node(),
@@ -68,12 +72,12 @@ def key(target: Target, *more: str) -> str:
 
 @cache
 def code_digest() -> str:
-    """Identify the code of a pass: installed from a repository, it changes while its version does not."""
+    """Return a digest of the code of a pass: in a checkout it changes while the version does not."""
     packages = (Path(metal_kernels.__file__).parent, Path(mlx_spec.target.__file__).parent)
     files = sorted(path for package in packages for path in package.rglob("*") if is_source(path))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def is_source(path: Path) -> bool:
-    """Whether a file is part of the code, which what Python caches is not."""
+    """Return whether a file is source, and not in Python's cache."""
     return path.is_file() and "__pycache__" not in path.parts

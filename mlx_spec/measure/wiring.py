@@ -1,4 +1,4 @@
-"""Warns when a head drafts clearly better in another wiring than in its own."""
+"""Warns where a head drafts clearly better in another wiring than in the one that it declares."""
 
 import warnings
 from typing import Any
@@ -12,7 +12,13 @@ from mlx_spec.target import Target
 
 
 def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str) -> None:
-    """Warn if another wiring fits a head better: measured once per machine, head and version, as costs are."""
+    """Warn where another wiring fits a head clearly better; measured once per machine, head and version.
+
+    target: the head's.
+    wirings: of the head.
+    tokenizer: the target's.
+    name: of the head.
+    """
     key = store.key(target, f"wiring of {name}", fingerprint(target, wirings))
     entry = store.read().get(key)
     if not isinstance(entry, dict) or "better" not in entry:
@@ -24,7 +30,7 @@ def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str) ->
 
 
 def fingerprint(target: Target, wirings: Wirings) -> str:
-    """Tell heads apart that lie in the same place one after the other, by what they make of a row of ones."""
+    """Return what a head computes for a row of ones, so that another head in the same folder has another key."""
     declared, forward = wirings.declared, wirings.declared.forward
     ones = mx.ones((1, len(declared.target_layer_ids) * target.hidden_size), dtype=target.dtype)
     embedded, at = wirings.embed(mx.array([0])), mx.array([0], dtype=mx.int32)

@@ -177,7 +177,10 @@ class CachedSequence:
             )
 
     def reserve(self, count: int) -> None:
-        """Allocate pages for ``count`` more positions; shared ones are copied. Raises ContextFull, nothing changed."""
+        """Allocate pages for ``count`` more positions, and copy shared ones.
+
+        Raises ContextFull, with nothing changed, when the pool has too few free pages.
+        """
         self.require(count)
         for i in self._shared():
             self.pool.allocate(self.pages)
