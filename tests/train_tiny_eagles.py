@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:tests python tests/train_tiny_eagles.py
 
-Their drafts are right about half of the time, so a test can see acceptance fall. Some minutes on two CPU cores.
-What else a test is to see: the target's base of rotation is another than the heads', which name none, and a part
-of the texts repeats itself after nine tokens, so that positions matter; hidden states grow layer by layer, and the
-norms begin with weights that differ from entry to entry, as in real models: no state serves as well as another.
+About half of the drafts are accepted, so that tests can see acceptance decrease. Some minutes on two CPU cores.
+What else tests have to notice: the target's rotary base differs from the heads', which name none, and some texts
+repeat after nine tokens, so that positions matter; hidden states grow layer by layer, and norms begin with weights
+that differ from entry to entry, as in real models, so that no layer's output serves as well as another's.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
-from tools.chain_loss import every_anchor, loss, standing
+from tools.chain_loss import accepted_drafts, every_anchor, loss
 from tools.eagle_chains import chains
 from tools.teacher import Frozen, run_target
 
@@ -66,19 +66,19 @@ PERIOD, REPEATED, GROWTH = 9, 3, 2.0
 
 
 def corpus() -> np.ndarray:
-    """All texts as tokens, end to end."""
+    """Return all texts as tokens, one after another."""
     write_tokenizer(FOLDER / "target")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "target" / "tokenizer.json"))
     return np.concatenate([[0, *tokenizer.encode(text, add_special_tokens=False)] for text in texts()])
 
 
 def repeated(ids: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return sequences [count, LENGTH] of random tokens that come again after PERIOD."""
+    """Return sequences [count, LENGTH] of random tokens that repeat after PERIOD."""
     return np.tile(rng.choice(ids, (count, PERIOD)), -(-LENGTH // PERIOD))[:, :LENGTH]
 
 
 class Drafting(nn.Module):
-    """A head with what says how it is run."""
+    """A head with its sizes and its spec."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Drafting(nn.Module):
         return chains(self.head, self.spec, self.sizes, embedding, tokens, read, every_anchor(tokens), CHAIN)
 
     def frozen(self, embedding: mx.array, ids: mx.array) -> Frozen:
-        """Return the target's part of the loss, over ``ids`` in EAGLE-3 and the whole vocabulary in EAGLE-1."""
+        """Return what the loss reads of the target: over ``ids`` in EAGLE-3, the whole vocabulary in EAGLE-1."""
         ids = ids if self.fused else mx.arange(len(TOKENS))
         index = mx.full((len(TOKENS),), -1, dtype=mx.int32)
         index[ids] = mx.arange(ids.size)
@@ -109,7 +109,7 @@ class Drafting(nn.Module):
 
 
 class Trio(nn.Module):
-    """Target and heads, trained at once; the heads change nothing about the target."""
+    """Target and heads, trained at once; the heads' losses have no gradient in the target."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Trio(nn.Module):
                 part.weight = part.weight * GROWTH**index
 
     def losses(self, tokens: mx.array, ids: mx.array) -> mx.array:
-        """Sum of the language model's loss and the heads', over sequences [N, S]."""
+        """Return the sum of the language model's loss and the heads', over sequences [N, S]."""
         embedding = self.target.model.embed_tokens.weight
         hidden, aux_hidden_states = run_target(self.target, tokens, self.heads["eagle3"].spec.target_layer_ids)
         total = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
@@ -143,7 +143,7 @@ class Trio(nn.Module):
 
 
 def train(steps: int, data: np.ndarray, ids: mx.array) -> Trio:
-    """Train all three and print how they do."""
+    """Train all three, and print their loss."""
     mx.random.seed(1)
     rng, trio = np.random.default_rng(1), Trio()
     print(f"{len(data)} tokens, {sum(v.size for _, v in tree_flatten(trio.parameters()))} parameters")
@@ -204,8 +204,8 @@ def main() -> None:
     for kind, each in trio.heads.items():
         frozen, outputs = each.frozen(embedding, ids), each.outputs(embedding, tokens, aux_hidden_states, hidden)
         ends, anchors = mx.full((32,), LENGTH), every_anchor(tokens)
-        stands = np.array(standing(outputs, each.score(frozen), frozen, tokens, ends, anchors))
-        print(kind, "share of chains that stand that far:", [float((stands > k).mean()) for k in range(CHAIN)])
+        accepted = np.array(accepted_drafts(outputs, each.score(frozen), frozen, tokens, ends, anchors))
+        print(kind, "acceptance by depth:", [float((accepted > k).mean()) for k in range(CHAIN)])
     save(trio, ids)
 
 

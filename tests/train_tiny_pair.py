@@ -3,10 +3,10 @@
     PYTHONPATH=.:tests python tests/train_tiny_pair.py [pair | hybrid]
 
 The pair is a Qwen3 and a head of its own; the hybrid is a Qwen3.5 as originally published, with recurrent layers:
-one checkpoint that holds both. Drafts are right about half of the time, so a test can see acceptance fall. A few
-minutes on two CPU cores for the pair, a quarter of an hour for the hybrid. The final norm and the head's norms
-begin with weights that differ from entry to entry, as those of real models do: else a hidden state before the norm
-would serve as well as one behind it.
+one checkpoint that holds both. About half of the drafts are accepted, so that tests can see acceptance decrease. A
+few minutes on two CPU cores for the pair, a quarter of an hour for the hybrid. The final norm and the head's norms
+begin with weights that differ from entry to entry, as those of real models do: otherwise a hidden state before the
+norm would serve as well as one after it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
 from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.target.layers import is_recurrent
-from tools.chain_loss import every_anchor, loss, standing
+from tools.chain_loss import accepted_drafts, every_anchor, loss
 from tools.mtp_chains import chains
 from tools.teacher import Frozen
 
@@ -80,20 +80,20 @@ LENGTH, BATCH, STEPS, CHAIN = 64, 12, 700, 3
 
 
 def texts() -> list[str]:
-    """The project's own prose and code, cut into what the model is trained on."""
+    """Return the project's own prose and code, the texts that the model is trained on."""
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("m*/**/*.py"), *ROOT.glob("tools/*.py")]
     return [path.read_text() for path in sorted(paths)]
 
 
 def corpus(folder: Path) -> np.ndarray:
-    """All texts as tokens, end to end; writes the tokenizer that made them."""
+    """Return all texts as tokens, one after another; write the tokenizer that encodes them."""
     write_tokenizer(folder)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     return np.concatenate([[0, *tokenizer.encode(text, add_special_tokens=False)] for text in texts()])
 
 
 class Pair(nn.Module):
-    """Target and head, trained at once; the head changes nothing about the target."""
+    """Target and head, trained at once; the head's loss has no gradient in the target."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Pair(nn.Module):
                 self.head.load_weights([(name, weight)], strict=False)
 
     def losses(self, tokens: mx.array) -> mx.array:
-        """Sum of the language model's loss and the head's, over sequences [N, S]."""
+        """Return the sum of the language model's loss and the head's, over sequences [N, S]."""
         hidden = self.target.model(tokens)
         embedding = self.target.model.embed_tokens.weight
         own = nn.losses.cross_entropy(hidden[:, :-1] @ embedding.T, tokens[:, 1:], reduction="mean")
@@ -121,18 +121,18 @@ class Pair(nn.Module):
         anchors = every_anchor(tokens)
         outputs = chains(self.head, QWEN, self.config, embedding, tokens, hidden, anchors, CHAIN)
         lengths = mx.full((tokens.shape[0],), tokens.shape[1])
-        held = frozen(embedding)
-        return own + loss(outputs, held.score, held, tokens, lengths, anchors, hidden, hard=0.5)
+        teacher = frozen(embedding)
+        return own + loss(outputs, teacher.score, teacher, tokens, lengths, anchors, hidden, hard=0.5)
 
 
 def frozen(embedding: mx.array) -> Frozen:
-    """The target's part of the head's loss, over the whole vocabulary."""
+    """Return what the head's loss reads of the target, over the whole vocabulary."""
     ids = mx.arange(embedding.shape[0])
     return Frozen(embedding, embedding, ids, ids)
 
 
 def train(config: dict[str, Any], data: np.ndarray, steps: int) -> Pair:
-    """Train a pair and print how it does."""
+    """Train a pair, and print its loss."""
     mx.random.seed(1)
     rng, pair = np.random.default_rng(1), Pair(config)
     print(f"{len(data)} tokens, {sum(v.size for _, v in tree_flatten(pair.parameters()))} parameters")
@@ -202,11 +202,9 @@ def main() -> None:
     hidden, embedding = pair.target.model(tokens), pair.target.model.embed_tokens.weight
     anchors = every_anchor(tokens)
     outputs = chains(pair.head, QWEN, pair.config, embedding, tokens, hidden, anchors, CHAIN)
-    held = frozen(embedding)
-    stands = np.array(standing(outputs, held.score, held, tokens, mx.full((32,), LENGTH), anchors))
-    print(
-        "share of chains whose drafts stand that far:", [float((stands > k).mean().round(3)) for k in range(CHAIN)]
-    )
+    teacher, lengths = frozen(embedding), mx.full((32,), LENGTH)
+    accepted = np.array(accepted_drafts(outputs, teacher.score, teacher, tokens, lengths, anchors))
+    print("acceptance by depth:", [float((accepted > k).mean().round(3)) for k in range(CHAIN)])
     save(args.kind, pair)
 
 

@@ -1,11 +1,13 @@
-"""Time several continuations of one prefix together: plain and drafted, and by mlx-lm's BatchGenerator.
+"""Time several branches of one prefix together: plain, drafted, and with mlx-lm's BatchGenerator.
 
-Each branch draws with a seed of its own. Rates are decode rates of all branches together: the prefix is read once
-before, and is left out. Texts of drafted branches are compared with those that each branch gives alone, undrafted.
+Each branch has a seed of its own. Rates are decode rates of all branches together, without the prefill. The
+tokens of plain and drafted branches are compared with those of each branch decoded alone, without drafts. A GPU
+is not needed, but rates on a CPU say little about one.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +29,7 @@ from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import load
 from mlx_spec.measure.costs import as_json
 
-LANES = ("mlx-lm", "plain", "drafted")
+RUNS = ("mlx-lm", "plain", "drafted")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -40,12 +42,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="demo", help="demo, a folder or a Hugging Face repo")
     add("--drafter", default="auto", help="folder or repo of the drafter; auto: the model's own; none")
-    add("--branches", type=int, nargs="+", default=[1, 2, 4, 8], help="branches of each row, at most 16")
+    add("--branches", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of branches, at most 16")
     add("--prefix", type=int, default=1000, help="tokens that all branches share")
     add("--tokens", type=int, default=128, help="tokens of each branch")
-    add("--draft-tokens", default="auto", help="auto, adaptive or a number")
+    add("--num-draft-tokens", default="auto", help="drafts a round: auto, adaptive or a number")
     add("--temp", type=float, default=0.8, help="temperature")
-    add("--repeats", type=int, default=3, help="timed runs behind one that compiles; the median counts")
+    add("--repeats", type=int, default=3, help="timed runs after one that compiles; the median counts")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
 
@@ -68,9 +70,13 @@ def long_prompt(tokenizer: Any, count: int) -> list[int]:
 
 
 class Run:
-    """What one run of B branches measured: seconds and tokens of decoding, memory in use at its end, and texts.
+    """What one run of several branches measured.
 
-    bytes: all that MLX holds, free pages left out: a pool grows in steps.
+    seconds: of decoding.
+    tokens: decoded, of all branches together.
+    bytes: memory in use at the end, see ``bytes_in_use``.
+    pages: of the target's pool in use at the end.
+    texts: the tokens of each branch; empty for mlx-lm.
     """
 
     def __init__(self) -> None:
@@ -82,19 +88,19 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of all branches together."""
+        """Tokens a second of all branches together."""
         return self.tokens / self.seconds
 
 
 def bytes_in_use(engine: Engine) -> int:
-    """Return all that MLX holds, without the free pages of the target's and the drafter's pool."""
+    """Return the bytes that MLX holds, without the free pages of pools, which grow in steps."""
     pools = [engine.target.pool, *([engine.drafter.pool] if engine.drafter else [])]
     free = sum(pool.data.nbytes - pool.pages_in_use * pool.page_bytes for pool in pools)
     return mx.get_active_memory() - free
 
 
 def our_run(engine: Engine, request: Request, branches: int) -> Run:
-    """Read the prefix, fork it, and decode all branches to their end."""
+    """Prefill the prefix, fork it, and time decoding all branches to their end."""
     run = Run()
     first = engine.start(request)
     generations: list[Generation] = [first, *(engine.fork(first, seed=seed) for seed in range(1, branches))]
@@ -102,10 +108,10 @@ def our_run(engine: Engine, request: Request, branches: int) -> Run:
         mx.synchronize()
         started = time.perf_counter()
         while any(generation.finish_reason is None for generation in generations):
-            for done in engine.step(generations):
-                run.tokens += len(done.tokens)
-                if done.error is not None:
-                    raise done.error
+            for each in engine.step(generations):
+                run.tokens += len(each.tokens)
+                if each.error is not None:
+                    raise each.error
         mx.synchronize()
         run.seconds = time.perf_counter() - started
         run.pages, run.bytes = engine.target.pool.pages_in_use, bytes_in_use(engine)
@@ -117,7 +123,7 @@ def our_run(engine: Engine, request: Request, branches: int) -> Run:
 
 
 def stock_run(engine: Engine, request: Request, branches: int) -> Run:
-    """Decode so many sequences with the same prompt by mlx-lm, from the moment on when all are decoding."""
+    """Time mlx-lm decoding as many sequences with the same prompt, from when all of them decode."""
     run = Run()
     batch = BatchGenerator(
         engine.target.model,
@@ -146,71 +152,78 @@ def stock_run(engine: Engine, request: Request, branches: int) -> Run:
 
 
 def runners(engine: Engine, request: Request) -> dict[str, Callable[[int], Run]]:
-    """Return what runs each lane."""
+    """Return functions that run a number of branches, by name of the run."""
     plain = replace(request, num_draft_tokens=0)
-    lanes: dict[str, Callable[[int], Run]] = {
+    found: dict[str, Callable[[int], Run]] = {
         "mlx-lm": lambda branches: stock_run(engine, request, branches),
         "plain": lambda branches: our_run(engine, plain, branches),
     }
     if engine.drafter is not None:
-        lanes["drafted"] = lambda branches: our_run(engine, request, branches)
-    return lanes
+        found["drafted"] = lambda branches: our_run(engine, request, branches)
+    return found
 
 
 def measure(engine: Engine, request: Request, branches: list[int], repeats: int) -> dict[str, Any]:
-    """Run every lane with every number of branches; the lanes of a row take turns."""
-    lanes = runners(engine, request)
+    """Time every run with every number of branches, the runs in turns.
+
+    engine: of the model.
+    request: of the first branch; the others differ in their seeds.
+    branches: numbers of branches.
+    repeats: timed runs each.
+    Returns the rows of the table, what a branch adds, and how many texts equal those of branches alone.
+    """
+    functions = runners(engine, request)
     rows: dict[int, dict[str, Any]] = {}
-    # Of the row with the most branches.
+    # Of the largest number of branches.
     texts: dict[str, list[list[int]]] = {}
     for count in tqdm(branches, desc="branches", leave=False):
-        runs: dict[str, list[Run]] = {lane: [] for lane in lanes}
+        runs: dict[str, list[Run]] = {name: [] for name in functions}
         for _ in tqdm(range(repeats + 1), desc="runs", leave=False):
-            for lane, run in lanes.items():
-                runs[lane].append(run(count))
+            for name, run in functions.items():
+                runs[name].append(run(count))
         rows[count] = {}
-        for lane, done in runs.items():
-            texts[lane] = max(texts.get(lane, []), done[-1].texts, key=len)
-            rows[count][lane] = {
+        for name, done in runs.items():
+            texts[name] = max(texts.get(name, []), done[-1].texts, key=len)
+            rows[count][name] = {
                 "tokens_per_second": round(median(run.rate for run in done[1:]), 1),
                 "mb": round(done[-1].bytes / 1e6, 2),
                 "pages": done[-1].pages,
             }
     alone = [alone_text(engine, request, seed) for seed in range(max(branches))]
     equal = {
-        lane: sum(a == b for a, b in zip(found, alone, strict=True)) for lane, found in texts.items() if found
+        name: sum(a == b for a, b in zip(found, alone, strict=True)) for name, found in texts.items() if found
     }
-    more = {lane: added(rows, lane, "mb") for lane in lanes}
+    more = {name: added(rows, name, "mb") for name in functions}
     pages = added(rows, "plain", "pages")
     return {"rows": rows, "added_mb": more, "added_pages": pages, "equal_texts": equal, "texts": len(alone)}
 
 
 def alone_text(engine: Engine, request: Request, seed: int) -> list[int]:
-    """Return what one branch says by itself, undrafted."""
+    """Return the tokens of the branch with this seed, decoded alone and without drafts."""
     sampling = replace(request.sampling, seed=seed)
     return our_run(engine, replace(request, sampling=sampling, num_draft_tokens=0), 1).texts[0]
 
 
-def added(rows: dict[int, dict[str, Any]], lane: str, what: str) -> float | None:
-    """Return how much each branch beyond the fewest adds, over the whole table."""
+def added(rows: dict[int, dict[str, Any]], name: str, what: str) -> float | None:
+    """Return how much each further branch adds to ``what`` of a run, on average; None for a single row."""
     few, many = min(rows), max(rows)
-    return None if few == many else round((rows[many][lane][what] - rows[few][lane][what]) / (many - few), 3)
+    return None if few == many else round((rows[many][name][what] - rows[few][name][what]) / (many - few), 3)
 
 
 def print_table(result: dict[str, Any], page_mb: float) -> None:
     """Print a line for each number of branches, then what a branch adds."""
     rows = result["rows"]
-    lanes = [lane for lane in LANES if lane in next(iter(rows.values()))]
+    names = [name for name in RUNS if name in next(iter(rows.values()))]
     print("tokens/s of all branches together")
-    print("branches".ljust(10) + "".join(f"{lane:>10}" for lane in lanes))
+    print("branches".ljust(10) + "".join(f"{name:>10}" for name in names))
     for count, row in rows.items():
-        print(f"{count:<10}" + "".join(f"{row[lane]['tokens_per_second']:>10.1f}" for lane in lanes))
+        print(f"{count:<10}" + "".join(f"{row[name]['tokens_per_second']:>10.1f}" for name in names))
     if len(rows) > 1:
-        print("MB for each added branch: " + ", ".join(f"{lane} {result['added_mb'][lane]:.2f}" for lane in lanes))
+        print("MB for each added branch: " + ", ".join(f"{name} {result['added_mb'][name]:.2f}" for name in names))
         pages = result["added_pages"]
         print(f"of which pages: {pages:.1f} of {page_mb:.2f} MB, {pages * page_mb:.2f} MB")
-    for lane, equal in result["equal_texts"].items():
-        print(f"texts of {lane} branches equal to those alone, undrafted: {equal} of {result['texts']}")
+    for name, equal in result["equal_texts"].items():
+        print(f"{name} branches equal to the same branch alone, without drafts: {equal} of {result['texts']}")
 
 
 def main() -> int:
@@ -220,10 +233,10 @@ def main() -> int:
         engine, tokenizer = load(args.model, None if args.drafter == "none" else args.drafter, progress=True)
         prompt = long_prompt(tokenizer, args.prefix)
         sampling = Sampling(temp=args.temp)
-        request = Request(prompt, args.tokens, draft_tokens(args.draft_tokens), sampling)
+        request = Request(prompt, args.tokens, draft_tokens(args.num_draft_tokens), sampling)
         result = measure(engine, request, args.branches, args.repeats)
     except MlxSpecError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
     page_mb = engine.target.pool.page_bytes / 1e6
     about = {

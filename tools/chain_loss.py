@@ -1,8 +1,7 @@
-"""The training loss of a head that drafts as a chain, and how far its drafts stand.
+"""The training loss of a head that drafts as a chain, and how many of its drafts are accepted.
 
-A chain behind an anchor sees the true rows before it, and its own later rows, which are made of its own output. So
-the head learns to go on from what it will be given. Sources: EAGLE-3's training-time test (arXiv:2503.01840),
-FastMTP (arXiv:2509.18362).
+A chain after an anchor reads the rows of the text before it, and its own later rows, which are computed from its
+own output, as in decoding. Sources: EAGLE-3's training-time test (arXiv:2503.01840), FastMTP (arXiv:2509.18362).
 """
 
 from collections.abc import Callable
@@ -19,9 +18,13 @@ Score = Callable[[mx.array], mx.array]
 def project(
     attention: Any, config: dict[str, Any], x: mx.array, positions: mx.array | None = None
 ) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
-    """Return queries, keys and values [N, heads, R, D], and gates [N, R, H * D] or None, of rows x [N, R, hidden].
+    """Project rows with an attention module, norms and position encoding included.
 
-    attention: a module of mlx-lm. positions: [N, R] of the rows; without them row i is at i.
+    attention: a module of mlx-lm.
+    config: of the layer.
+    x: [N, R, hidden], the rows.
+    positions: [N, R], of the rows; without them row i has position i.
+    Returns queries, keys and values [N, heads, R, D], and gates [N, R, heads * D] or None.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     keys = attention.k_proj(x).reshape(*x.shape[:2], kv_heads, -1)
@@ -38,7 +41,7 @@ def project(
 
 
 def rotate(rope: Any, rows: mx.array, positions: mx.array | None) -> mx.array:
-    """Rotate rows [N, R, heads, D] to their positions [N, R], or row i to i: [N, heads, R, D]."""
+    """Encode positions [N, R], or i for row i, in rows [N, R, heads, D]; returns [N, heads, R, D]."""
     if positions is None:
         return rope(rows.swapaxes(1, 2))
     alone = rows.reshape(-1, rows.shape[2], 1, rows.shape[3])
@@ -49,31 +52,34 @@ def attend(
     queries: mx.array,
     context: tuple[mx.array, mx.array],
     own: list[tuple[mx.array, mx.array]],
-    places: mx.array,
+    rows: mx.array,
 ) -> mx.array:
-    """Attend from the newest rows [N, heads, A, D] of all chains to true rows and to their chain: [N, A, H * D].
+    """Attend from the newest row of each chain to rows of the text and to the chain's own rows.
 
-    context: keys and values [N, kv_heads, S, D] of the true rows, each chain sees those up to its place in places
-    [N, A]. own: those of the chains' steps behind it, [N, kv_heads, A, D] each; they are seen by their own chain
-    alone, so their scores are no matrices.
+    queries: [N, heads, A, D], of the newest rows of A chains in each of N sequences.
+    context: keys and values [N, kv_heads, S, D] of the text's rows.
+    own: keys and values [N, kv_heads, A, D] of each later step; a chain sees its own alone, so that scores need no
+        matrix product.
+    rows: [N, A], the text's row that each chain starts with, the last that it sees.
+    Returns [N, A, heads * D].
     """
     repeats = queries.shape[1] // context[0].shape[1]
-    (keys, values), *later = [[mx.repeat(rows, repeats, axis=1) for rows in pair] for pair in (context, *own)]
+    (keys, values), *later = [[mx.repeat(part, repeats, axis=1) for part in pair] for pair in (context, *own)]
     size = keys.shape[2]
     queries = queries * queries.shape[-1] ** -0.5
-    seen = (mx.arange(size) <= places[..., None])[:, None]
+    seen = (mx.arange(size) <= rows[..., None])[:, None]
     scores = mx.where(seen, queries @ keys.swapaxes(2, 3), -mx.inf)
     scores = mx.concatenate([scores, *[mx.sum(queries * k, axis=-1, keepdims=True) for k, _ in later]], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
     attended = weights[..., :size] @ values
     for step, (_, value) in enumerate(later):
         attended = attended + weights[..., size + step, None] * value
-    return attended.swapaxes(1, 2).reshape(*places.shape, -1)
+    return attended.swapaxes(1, 2).reshape(*rows.shape, -1)
 
 
-def token_behind(tokens: mx.array, anchors: mx.array, by: int) -> mx.array:
-    """Return the token [N, A] that came so many places behind each anchor, or the sequence's last."""
-    return gather_rows(tokens, mx.minimum(anchors + by, tokens.shape[1] - 1))
+def token_after(tokens: mx.array, anchors: mx.array, distance: int) -> mx.array:
+    """Return the token [N, A] of the text ``distance`` positions after each anchor, or the sequence's last."""
+    return gather_rows(tokens, mx.minimum(anchors + distance, tokens.shape[1] - 1))
 
 
 def loss(
@@ -86,20 +92,27 @@ def loss(
     final_hidden: mx.array,
     hard: float,
 ) -> mx.array:
-    """Loss of the outputs [N, A, H] of each step of all chains.
+    """Return the mean cross entropy of all drafts of all chains, a scalar.
 
-    The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
-    vocabulary, from ``final_hidden`` [N, S, H]. Every wrong draft lowers the weight of the steps behind it.
+    outputs: [N, A, H] of each step.
+    score: the output head of drafts.
+    frozen: the target's embedding and head.
+    tokens: [N, S], the text.
+    lengths: [N], tokens of each sequence.
+    anchors: [N, A], positions.
+    final_hidden: [N, S, H], the target's, for its distributions over the draft vocabulary.
+    hard: share of the text's token in the teacher; the rest is the target's distribution.
+    Every wrong draft lowers the weight of the steps after it, see AFTER_A_MISS.
     """
     total, weight, misses = mx.array(0.0), mx.array(0.0), mx.zeros(anchors.shape)
     for step, output in enumerate(outputs):
-        gold = frozen.draft_index[token_behind(tokens, anchors, step + 1)]
+        gold = frozen.draft_index[token_after(tokens, anchors, step + 1)]
         weights = ((anchors + step + 1 < lengths[:, None]) & (gold >= 0)) * AFTER_A_MISS**misses
         logits = score(output).astype(mx.float32)
-        there = mx.take_along_axis(logits, mx.maximum(gold, 0)[..., None], axis=-1)[..., 0]
+        gold_logit = mx.take_along_axis(logits, mx.maximum(gold, 0)[..., None], axis=-1)[..., 0]
         before = gather_rows(final_hidden, mx.minimum(anchors + step, tokens.shape[1] - 1))
         soft = soft_cross_entropy(logits, mx.softmax(frozen.score(before).astype(mx.float32), axis=-1))
-        total += mx.sum(weights * (hard * (mx.logsumexp(logits, axis=-1) - there) + (1 - hard) * soft))
+        total += mx.sum(weights * (hard * (mx.logsumexp(logits, axis=-1) - gold_logit) + (1 - hard) * soft))
         weight += mx.sum(weights)
         misses += mx.argmax(logits, axis=-1) != gold
     return total / mx.maximum(weight, 1.0)
@@ -110,12 +123,12 @@ def every_anchor(tokens: mx.array) -> mx.array:
     return mx.broadcast_to(mx.arange(1, tokens.shape[1]), (tokens.shape[0], tokens.shape[1] - 1))
 
 
-def standing(
+def accepted_drafts(
     outputs: list[mx.array], score: Score, frozen: Frozen, tokens: mx.array, lengths: mx.array, anchors: mx.array
 ) -> mx.array:
-    """Return how many greedy drafts of each chain stand, up to the end of the sequence: [N, A]."""
+    """Return how many greedy drafts of each chain equal the text, up to its end: [N, A]; see ``loss``."""
     right = []
     for step, output in enumerate(outputs, 1):
         drafted = frozen.draft_ids[mx.argmax(score(output), axis=-1)]
-        right.append((drafted == token_behind(tokens, anchors, step)) & (anchors + step < lengths[:, None]))
+        right.append((drafted == token_after(tokens, anchors, step)) & (anchors + step < lengths[:, None]))
     return mx.sum(mx.cumprod(mx.stack(right).astype(mx.int32), axis=0), axis=0)

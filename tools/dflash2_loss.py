@@ -1,7 +1,7 @@
 """The training loss and the teacher-forced acceptance of a DFlash 2 drafter.
 
-Every anchor of a sequence starts a block; all blocks of a batch run at once, each seeing the committed positions
-before its anchor. The target's own distribution is the main teacher: it says more than the one token it picked.
+Every anchor of a sequence starts a block; all blocks of a batch run at once, each with the positions before its
+anchor as context. The main teacher is the target's distribution, which holds more than the one token it chose.
 """
 
 import mlx.core as mx
@@ -24,16 +24,21 @@ def block_hidden(
     rows: mx.array,
     aux_hidden_states: mx.array,
 ) -> mx.array:
-    """Run every block of a batch: final-normed hidden states [N, A, B, H].
+    """Run every block of a batch; return final-normed hidden states [N, A, B, H].
 
-    tokens: [N, S], anchors: [N, A] positions, rows: [N, A] number of rows of each block (the others are unseen).
+    model: the drafter, with its config.
+    frozen: the target's embedding.
+    tokens: [N, S], the text.
+    anchors: [N, A], positions.
+    rows: [N, A], rows of each block; later rows are masked.
+    aux_hidden_states: [N, S, T * H], of the target.
     """
     (n, size), a, b = tokens.shape, anchors.shape[1], config.block_size
     ids = mx.full((n, a, b), config.mask_token_id, dtype=mx.int32)
     ids[:, :, 0] = mx.take_along_axis(tokens, anchors, axis=1)
     x = frozen.embedding[ids].reshape(n * a, b, -1)
     context = model.context(aux_hidden_states)
-    # Committed positions before the anchor, then the rows of the own block that exist.
+    # The text before the anchor, then the rows of the block itself that exist.
     past = mx.broadcast_to((mx.arange(size) < anchors[..., None])[:, :, None], (n, a, b, size))
     own = mx.broadcast_to((mx.arange(b) < rows[..., None])[:, :, None], (n, a, b, b))
     visible = mx.concatenate([past, own], axis=-1)[:, None, None]
@@ -49,14 +54,17 @@ def block_hidden(
 def attend_blocks(
     queries: mx.array, past: tuple[mx.array, mx.array], own: tuple[mx.array, mx.array], visible: mx.array
 ) -> mx.array:
-    """Attend from blocks of rows [N, A, B, heads, D] to the sequence and to the rows of the own block alone.
+    """Attend from the rows of all blocks to the text and to the rows of their own block.
 
-    past: keys and values [N, S, kv heads, D] of the sequence, own: [N * A, B, kv heads, D] of the blocks,
-    visible: [N, 1, 1, A, B, S + B]. Returns [N * A, B, heads, D].
+    queries: [N, A, B, heads, D].
+    past: keys and values [N, S, kv heads, D] of the text.
+    own: keys and values [N * A, B, kv heads, D] of the blocks.
+    visible: bool [N, 1, 1, A, B, S + B].
+    Returns [N * A, B, heads, D].
     """
     n, a, b, heads, dim = queries.shape
     size, kv = past[0].shape[1:3]
-    # The queries that share a key make one matrix: against the sequence, and against their block.
+    # All queries that share keys are one matrix product: with the text, and with their block.
     grouped = (queries * dim**-0.5).reshape(n, a, b, kv, -1, dim)
     to_past = grouped.transpose(0, 3, 4, 1, 2, 5).reshape(n, kv, -1, dim) @ past[0].transpose(0, 2, 3, 1)
     to_own = grouped.transpose(0, 1, 3, 4, 2, 5).reshape(n * a, kv, -1, dim) @ own[0].transpose(0, 2, 3, 1)
@@ -71,10 +79,10 @@ def attend_blocks(
 
 
 def best_tokens(logits: mx.array, k: int) -> mx.array:
-    """Return the positions of the k largest logits [..., N], in any order: [..., k].
+    """Return the indices of the k largest logits [..., N], in any order: [..., k].
 
-    The groups with the k largest maxima hold the k largest logits, and sorting few is faster than sorting all.
-    Group g has the positions g, g + N / GROUP, and so on: its maximum is taken element by element.
+    The k groups with the largest maxima hold the k largest logits, and partitioning few numbers is faster than
+    partitioning all. Group g has the indices g, g + N / GROUP, and so on, so that maxima are elementwise.
     """
     if logits.shape[-1] % GROUP or logits.shape[-1] < 2 * k * GROUP:
         return mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k]
@@ -91,7 +99,12 @@ def best_tokens(logits: mx.array, k: int) -> mx.array:
 def selector_scores(
     model: DraftModel, hidden: mx.array, ids: mx.array, unary: mx.array, previous: mx.array
 ) -> mx.array:
-    """Score candidates ids [..., K] behind ``previous`` [...] in float32, as the selector's walk does."""
+    """Score candidates as the selector's walk does, in float32: [..., K].
+
+    hidden: [..., H].
+    ids, unary: [..., K], the candidates and their logits.
+    previous: [...], the token before.
+    """
     selector = model.candidate_selector
     edge = selector.predecessor_codebook(previous) * selector.hidden_projection(hidden)
     pairs = (selector.successor_codebook(ids) * edge[..., None, :]).astype(mx.float32)
@@ -99,24 +112,25 @@ def selector_scores(
 
 
 def logit(hidden: mx.array, row: mx.array) -> mx.array:
-    """Return the products [...] of hidden states and head rows [..., H] in float32."""
+    """Return the dot products [...] of hidden states and head rows [..., H], in float32."""
     return mx.sum(hidden.astype(mx.float32) * row.astype(mx.float32), axis=-1)
 
 
 def log_normaliser(frozen: Frozen, hidden: mx.array, logits: mx.array) -> mx.array:
-    """Return the logsumexp [...] of what ``frozen`` scores of hidden states [..., H], given as logits [..., N].
+    """Return the logsumexp [...] of logits [..., N], those that ``frozen`` scores for hidden states [..., H].
 
-    Its gradient, the mean head row under the drafter's own distribution, needs no array of logits.
+    The gradient is computed from the mean head row under the drafter's distribution, without an array of the
+    logits' size.
     """
     mean_logit = logit(hidden, mx.stop_gradient(expected_head_rows(frozen, logits)))
     value = mx.logsumexp(logits.astype(mx.float32), axis=-1)
     return mean_logit + mx.stop_gradient(value - mean_logit)
 
 
-def drafted_places(
+def draft_positions(
     config: DFlash2Config, tokens: mx.array, lengths: mx.array, anchors: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return where the drafts behind anchors [N, A] stand, within the batch, and which exist: [N, A, B - 1]."""
+    """Return the positions of the drafts after anchors [N, A], and which of them exist: [N, A, B - 1]."""
     at = anchors[..., None] + mx.arange(1, config.block_size)
     return mx.minimum(at, tokens.shape[1] - 1), at < lengths[:, None, None]
 
@@ -134,12 +148,21 @@ def loss(
     aux_hidden_states: mx.array,
     hard: float,
 ) -> mx.array:
-    """Loss of a batch: the unary logits and the selector, both against the teacher.
+    """Return the mean cross entropy of the drafts of a batch, of unary logits and of selector scores, a scalar.
 
-    The teacher is ``hard`` parts of the token that came and 1 - hard of the target's distribution over the draft
-    vocabulary. Every wrong draft lowers the weight of the rows behind it. expected: see ``expected_head_rows``.
+    model: the drafter, with its config.
+    frozen: the target's embedding and head.
+    tokens: [N, S], the text.
+    lengths: [N], tokens of each sequence.
+    anchors: [N, A], positions.
+    rows: [N, A], rows of each block.
+    final_hidden: [N, S, H], the target's.
+    expected: [N, S, H], see ``expected_head_rows``.
+    aux_hidden_states: [N, S, T * H], of the target.
+    hard: share of the text's token in the teacher; the rest is the target's distribution.
+    Every wrong draft lowers the weight of the rows after it, see AFTER_A_MISS.
     """
-    at, exists = drafted_places(config, tokens, lengths, anchors)
+    at, exists = draft_positions(config, tokens, lengths, anchors)
     exists = exists & (mx.arange(1, config.block_size) < rows[..., None])
     gold, before = gather_rows(tokens, at), gather_rows(tokens, at - 1)
     gold_index = frozen.draft_index[gold]
@@ -154,7 +177,7 @@ def loss(
     found = mx.concatenate(
         [found[..., : k - 1], mx.where(has_gold, found[..., k - 1 :], gold_index[..., None])], axis=-1
     )
-    # Products with the few head rows that count: their gradients need no arrays of the vocabulary's size.
+    # Products with the candidates' head rows only, so that gradients need no arrays of the vocabulary's size.
     rows_found = frozen.head[found]
     unary = (rows_found @ hidden[..., None])[..., 0]
     by_target = (rows_found @ gather_rows(final_hidden, at - 1)[..., None])[..., 0]
@@ -176,7 +199,11 @@ def loss(
 def walk_blocks(
     model: DraftModel, config: DFlash2Config, frozen: Frozen, hidden: mx.array, anchor: mx.array
 ) -> mx.array:
-    """Greedy selector walk of many blocks: hidden [N, B - 1, H], anchor [N] token ids, to tokens [N, B - 1]."""
+    """Return the drafts [N, B - 1] of a greedy selector walk through many blocks.
+
+    hidden: [N, B - 1, H], of all rows but the anchors'.
+    anchor: [N], token ids.
+    """
     logits = frozen.score(hidden).astype(mx.float32)
     k = config.selector_top_k
     found = best_tokens(logits, k)
@@ -190,7 +217,7 @@ def walk_blocks(
     return mx.stack(path, axis=1)
 
 
-def drafts_standing(
+def accepted_drafts(
     model: DraftModel,
     config: DFlash2Config,
     frozen: Frozen,
@@ -199,24 +226,24 @@ def drafts_standing(
     anchors: mx.array,
     aux_hidden_states: mx.array,
 ) -> mx.array:
-    """Return how many drafts stand behind each anchor [N, A] of a batch, up to the end of the sequence."""
+    """Return how many greedy drafts after each anchor equal the text, up to its end: [N, A]; see ``loss``."""
     rows = mx.full(anchors.shape, config.block_size, dtype=mx.int32)
     hidden = block_hidden(model, config, frozen, tokens, anchors, rows, aux_hidden_states)[:, :, 1:]
     flat = hidden.reshape(-1, *hidden.shape[2:])
     first = mx.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     path = walk_blocks(model, config, frozen, flat, first)
-    at, exists = drafted_places(config, tokens, lengths, anchors)
+    at, exists = draft_positions(config, tokens, lengths, anchors)
     gold = gather_rows(tokens, at)
     right = (path.reshape(gold.shape) == gold) & exists
     return mx.sum(mx.cumprod(right.astype(mx.int32), axis=-1), axis=-1)
 
 
 def initialise(model: nn.Module) -> None:
-    """Give the convolutions the identity they start from; everything else keeps MLX's initial values."""
+    """Set initial weights: convolutions start as the identity, the selector without effect."""
     for layer in model.layers:
         for conv in (layer.attention_conv, layer.mlp_conv):
             conv.kernel_projection.weight = mx.zeros_like(conv.kernel_projection.weight)
     selector = model.candidate_selector
-    # One codebook starts at zero, so that the first steps train the unary logits undisturbed.
+    # One codebook starts at zero, so that the first steps train the unary logits alone.
     selector.successor_codebook.weight = mx.zeros_like(selector.successor_codebook.weight)
     selector.predecessor_codebook.weight = mx.random.normal(selector.predecessor_codebook.weight.shape)

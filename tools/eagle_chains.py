@@ -1,25 +1,22 @@
-"""Chains of an EAGLE head behind anchors of a batch, with gradients."""
+"""Chains of an EAGLE head after anchors of a batch, with gradients."""
 
 import mlx.core as mx
 
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig
-from tools.chain_loss import attend, project, token_behind
+from tools.chain_loss import attend, project, token_after
 from tools.teacher import gather_rows
 
 
 def features(head: EagleHead, spec: EagleSpec, aux_hidden_states: mx.array) -> mx.array:
-    """Turn the target's hidden states [N, R, T * H] into what the head reads, [N, R, H]."""
+    """Fuse outputs of T target layers [N, R, T * H] into the hidden states [N, R, H] that the head reads."""
     if not spec.fused:
         return aux_hidden_states
-    if "input_norm" in head:
-        aux_hidden_states = head.input_norm(aux_hidden_states)
+    x = head.input_norm(aux_hidden_states) if "input_norm" in head else aux_hidden_states
     if "fc_norm" in head:
-        parts = mx.split(aux_hidden_states, len(head.fc_norm), axis=-1)
-        aux_hidden_states = mx.concatenate(
-            [norm(part) for norm, part in zip(head.fc_norm, parts, strict=True)], axis=-1
-        )
-    return head.fc(aux_hidden_states) if "fc" in head else aux_hidden_states
+        parts = mx.split(x, len(head.fc_norm), axis=-1)
+        x = mx.concatenate([norm(part) for norm, part in zip(head.fc_norm, parts, strict=True)], axis=-1)
+    return head.fc(x) if "fc" in head else x
 
 
 def chains(
@@ -32,10 +29,15 @@ def chains(
     anchors: mx.array,
     steps: int,
 ) -> list[mx.array]:
-    """Run a chain of ``steps`` behind every anchor [N, A], each step with the token that came.
+    """Run a chain after every anchor; its steps read the text's tokens, and the head's own output.
 
-    embedding: [V, H]. tokens: [N, S], aux_hidden_states: [N, S, T * H] of the target. Returns for each step [N, A, H], what the
-    output head reads; that of step j is for token anchor + j + 1.
+    head: with its spec and config.
+    embedding: [V, H].
+    tokens: [N, S], the text.
+    aux_hidden_states: [N, S, T * H], of the target.
+    anchors: [N, A], positions.
+    steps: of each chain.
+    Returns for each step [N, A, H], what the output head reads; step j drafts the token at anchor + j + 1.
     """
     layer = head.layers[0]
     heads = {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads}
@@ -50,16 +52,16 @@ def chains(
         return x, normed if spec.norm_before_residual else hidden
 
     # Row i holds hidden state i and token i + 1.
-    places, own, out = anchors - 1, list[tuple[mx.array, mx.array]](), list[mx.array]()
+    rows, own, out = anchors - 1, list[tuple[mx.array, mx.array]](), list[mx.array]()
     x, _ = read(tokens[:, 1:], features(head, spec, aux_hidden_states[:, :-1]))
     _, *context, _ = project(layer.self_attn, heads, x)
-    hidden = features(head, spec, gather_rows(aux_hidden_states, places))
+    hidden = features(head, spec, gather_rows(aux_hidden_states, rows))
     for step in range(steps):
-        x, residual = read(token_behind(tokens, anchors, step), hidden)
-        queries, key, value, _ = project(layer.self_attn, heads, x, places + step)
+        x, residual = read(token_after(tokens, anchors, step), hidden)
+        queries, key, value, _ = project(layer.self_attn, heads, x, rows + step)
         if step:
             own.append((key, value))
-        x = residual + layer.self_attn.o_proj(attend(queries, tuple(context), own, places))
+        x = residual + layer.self_attn.o_proj(attend(queries, tuple(context), own, rows))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         out.append(head.norm(x) if "norm" in head else x)
         hidden = out[-1] if spec.norm_output else x

@@ -1,6 +1,7 @@
-"""Time a verify pass of 1 to 16 rows, ours and mlx-lm's, and check that rows do not depend on each other.
+"""Time a verify pass of 1 to 16 rows, with mlx_spec and with mlx-lm, and check that rows are batch-invariant.
 
-Builds models of published shapes with random weights; nothing is downloaded. One run prints one table.
+Builds models of published shapes with random weights; nothing is downloaded. Meant for a GPU: on a CPU
+MLX's operations run in place of our kernels.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from tqdm import tqdm
 
+from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.launching.implementations import implementation
+from mlx_spec.diagnose.rows import logits_alone
 from mlx_spec.target import CachedSequence, Target
 from tools.random_models import CONFIGS, random_model
 
@@ -28,20 +31,20 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", default=["Qwen3-8B", "SmolLM2-135M"], choices=list(CONFIGS))
-    add("--bits", type=int, default=4, choices=[2, 3, 4, 5, 6, 8, 16], help="16: not quantised")
-    add("--group-size", type=int, default=64, choices=[32, 64, 128])
-    add("--layers", type=int, help="only so many layers of each model")
-    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    add("--models", nargs="+", default=["Qwen3-8B", "SmolLM2-135M"], choices=list(CONFIGS), help="shapes to build")
+    add("--bits", type=int, default=4, choices=[2, 3, 4, 5, 6, 8, 16], help="bits a weight; 16: not quantised")
+    add("--group-size", type=int, default=64, choices=[32, 64, 128], help="weights a scale")
+    add("--layers", type=int, help="number of layers of each model (default: all)")
+    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="rows of a pass")
     add("--context", type=int, default=1024, help="cached tokens")
-    add("--contexts", type=int, nargs="*", default=[], help="also time whole rounds behind so many cached tokens")
+    add("--contexts", type=int, nargs="*", default=[], help="also time whole rounds after so many cached tokens")
     add("--repeats", type=int, default=20, help="timed passes; the median counts")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
 
 def timed(run: Callable[[], list[mx.array]], repeats: int) -> float:
-    """Return the median milliseconds of a pass, its one synchronisation included, after three that compile."""
+    """Return the median milliseconds of a pass, evaluated, after three passes that compile."""
     times = []
     for i in range(repeats + 3):
         started = time.perf_counter()
@@ -52,12 +55,12 @@ def timed(run: Callable[[], list[mx.array]], repeats: int) -> float:
 
 
 def prompt(config: dict[str, Any], count: int) -> list[int]:
-    """Return ``count`` token ids that any vocabulary has."""
+    """Return ``count`` token ids of the model's vocabulary."""
     return [(7919 * i + 13) % min(config["vocab_size"], 40000) for i in range(count)]
 
 
 def stock_ms(model: Any, config: dict[str, Any], rows: list[int], context: int, repeats: int) -> dict[int, float]:
-    """Time mlx-lm's forward of each row count behind a cached context."""
+    """Time mlx-lm's pass of each number of rows after ``context`` cached tokens."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([prompt(config, context)]), cache=cache), [layer.state for layer in cache])
     found = {}
@@ -76,12 +79,17 @@ def stock_ms(model: Any, config: dict[str, Any], rows: list[int], context: int, 
 
 
 def recurrent_states(cache: list[Any]) -> list[list[mx.array]]:
-    """Return what the recurrent layers of an mlx-lm cache hold."""
+    """Return the states of the recurrent layers in a cache of mlx-lm."""
     return [list(layer.cache) for layer in cache if isinstance(layer, ArraysCache)]
 
 
 def rewind(cache: list[Any], count: int, states: list[list[mx.array]]) -> None:
-    """Take ``count`` rows out of an mlx-lm cache: keys and values are trimmed, states replaced by those before."""
+    """Remove the newest rows from a cache of mlx-lm.
+
+    cache: of all layers.
+    count: how many rows; keys and values are trimmed.
+    states: of the recurrent layers before these rows.
+    """
     before = iter(states)
     for layer in cache:
         if isinstance(layer, ArraysCache):
@@ -93,7 +101,7 @@ def rewind(cache: list[Any], count: int, states: list[list[mx.array]]) -> None:
 def our_ms(
     target: Target, sequence: CachedSequence, tokens: list[int], rows: list[int], repeats: int
 ) -> dict[int, float]:
-    """Time our pass, logits included, of each row count behind a cached context."""
+    """Time our pass of each number of rows after a sequence, logits included."""
 
     def run(count: int) -> list[mx.array]:
         passed = target.forward([(sequence, mx.array(tokens[:count], dtype=mx.int32))])
@@ -103,24 +111,18 @@ def our_ms(
 
 
 def equal_rows(target: Target, sequence: CachedSequence, tokens: list[int]) -> list[int]:
-    """Return the row counts, of 1 to 16, whose logits equal those of one row after another, bit for bit."""
-    alone, single = sequence.fork(), []
-    for token in tokens[:16]:
-        passed = target.forward([(alone, mx.array([token], dtype=mx.int32))])
-        single.append(target.logits(passed.hidden)[0])
-        target.commit(alone, passed)
-        mx.eval(single[-1], *alone.arrays)
-    alone.free()
-    equal = []
-    for count in range(1, 17):
-        passed = target.forward([(sequence, mx.array(tokens[:count], dtype=mx.int32))])
-        if mx.array_equal(target.logits(passed.hidden), mx.stack(single[:count])).item():
+    """Return the numbers of rows, of 1 to 16, whose logits equal those of one-row passes bit for bit."""
+    rows = mx.array(tokens[:MAX_VERIFY_ROWS], dtype=mx.int32)
+    alone, equal = list(logits_alone(target, sequence, rows)), []
+    for count in range(1, MAX_VERIFY_ROWS + 1):
+        logits = target.logits(target.forward([(sequence, rows[:count])]).hidden)
+        if mx.array_equal(logits, mx.stack(alone[:count])).item():
             equal.append(count)
     return equal
 
 
 def rounds(target: Target, sequence: CachedSequence, tokens: list[int], repeats: int) -> dict[str, float]:
-    """Time rounds that verify 8 rows and commit 4 of them; also the memory they need beside what is held."""
+    """Time rounds that verify 8 rows and commit 4, and measure their working memory."""
     rows, times, held = mx.array(tokens[:8], dtype=mx.int32), [], 0
     for i in range(repeats + 3):
         if i == 3:
@@ -129,7 +131,7 @@ def rounds(target: Target, sequence: CachedSequence, tokens: list[int], repeats:
         started = time.perf_counter()
         passed = target.forward([(sequence, rows)])
         mx.eval(target.logits(passed.hidden), *passed.arrays)
-        target.commit(sequence, passed.rows(0, 4))
+        target.commit(sequence, passed.prefix(0, 4))
         times.append((time.perf_counter() - started) * 1e3)
     return {"ms": round(median(times[3:]), 3), "extra_mb": round((mx.get_peak_memory() - held) / 1e6, 1)}
 
@@ -137,7 +139,7 @@ def rounds(target: Target, sequence: CachedSequence, tokens: list[int], repeats:
 def growing(
     target: Target, config: dict[str, Any], contexts: list[int], repeats: int
 ) -> dict[int, dict[str, float]]:
-    """Time rounds behind ever more cached tokens of one sequence."""
+    """Time rounds after each number of cached tokens, all of one sequence."""
     sequence, found = target.open(), {}
     for context in tqdm(sorted(contexts), desc="contexts", leave=False):
         tokens = prompt(config, context)
@@ -148,17 +150,17 @@ def growing(
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Build a model and measure it both ways."""
+    """Build a model, and time it with mlx-lm and with mlx_spec."""
     bits = None if args.bits == 16 else args.bits
     model, config = random_model(name, bits, args.group_size, args.layers)
     found: dict[str, Any] = {
         "model": name,
         "stock_ms": stock_ms(model, config, args.rows, args.context, args.repeats),
     }
-    room = 4 * (args.repeats + 3) + 64
-    target = Target(
-        model, config, name, max_cached_tokens=max(args.context, sum(sorted(args.contexts)[-1:]) + room) + room
-    )
+    # Rounds commit 4 tokens each; some pages are partial.
+    added = 4 * (args.repeats + 3) + 64
+    cached = max(args.context, max(args.contexts, default=0) + added) + added
+    target = Target(model, config, name, max_cached_tokens=cached)
     sequence = target.open()
     tokens = prompt(config, args.context + 16)
     target.prefill(sequence, tokens[: args.context])
@@ -170,18 +172,17 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], rows: list[int]) -> str:
-    """Lay out one model's figures."""
+    """Return one model's figures as text."""
     lines = [f"{result['model']}: ms a pass", "rows".ljust(10) + "".join(f"{n:>10}" for n in rows)]
-    for lane in ("stock_ms", "our_ms"):
-        label = lane.removesuffix("_ms").replace("stock", "mlx-lm").replace("our", "mlx_spec")
-        lines.append(label.ljust(10) + "".join(f"{result[lane][n]:>10.3f}" for n in rows))
+    for label, key in (("mlx-lm", "stock_ms"), ("mlx_spec", "our_ms")):
+        lines.append(label.ljust(10) + "".join(f"{result[key][n]:>10.3f}" for n in rows))
     ratio = "".join(f"{result['our_ms'][n] / result['our_ms'][rows[0]]:>10.2f}" for n in rows)
     lines.append("to 1 row".ljust(10) + ratio)
     equal = result["equal_rows"]
     lines.append(f"equal to one row at a time, bit for bit: {'1 to 16' if len(equal) == 16 else equal} rows")
     for context, each in result["rounds"].items():
         lines.append(
-            f"a round behind {context} tokens: {each['ms']:.3f} ms, {each['extra_mb']:.1f} MB beside what is held"
+            f"a round after {context} tokens: {each['ms']:.3f} ms, {each['extra_mb']:.1f} MB of working memory"
         )
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""More topics for the forms of `prompt_forms`, to train on only: nothing of these is held out or measured.
+"""More topics for the forms of `prompt_forms`, for training only: none of them is held out or measured on.
 
-A drafter that has seen each of a few hundred topics many times knows them by heart; thousands make it learn the
-forms. Most of these lists are products of shorter ones.
+A drafter memorises a few hundred topics; with thousands it learns the forms. Most of these lists are products of
+shorter ones.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CONCEPTS = """atoms; molecules; isotopes; ions; gases; liquids; crystals; rust; 
 polymers; alloys; ceramics; soap; detergents; pigments; dyes; perfume; sugar; salt; caffeine; alcohol;
 proteins; fats; carbohydrates; cholesterol; insulin; hormones; blood types; bones; muscles; joints; lungs;
 kidneys; the liver; the skin; hair; teeth; taste; smell; hearing; balance; reflexes; dreams; yawning;
-hiccups; sneezing; fever; viruses; bacteria; fungi; algae; moss; ferns; mushrooms; trees; siblings; roots;
+hiccups; sneezing; fever; viruses; bacteria; fungi; algae; moss; ferns; mushrooms; trees; leaves; roots;
 seeds; flowers; pollination; fruit; grafting; hedges; meadows; wetlands; savannas; tundra; caves; canyons;
 deltas; islands; lagoons; fjords; waves; currents in rivers; waterfalls; hot springs; geysers; fog; clouds;
 snowflakes; hail; tornadoes; hurricanes; monsoons; droughts; floods; avalanches; landslides; tsunamis;
@@ -37,7 +37,7 @@ tariffs; monopolies; competition; startups; franchises; marketing; brands; custo
 warehouses; shipping containers; factories; assembly lines; unions; strikes; minimum wages; unemployment;
 poverty; inequality; charity; cities; suburbs; villages; traffic jams; public transport; railways; canals;
 tunnels; skyscrapers; elevators; sewers; tap water; waste management; elections; parties; parliaments;
-presidents; monarchies; federalism; courts; juries; specs; patents; copyright; trademarks; privacy; free
+presidents; monarchies; federalism; courts; juries; contracts; patents; copyright; trademarks; privacy; free
 speech; censorship; treaties; embargoes; refugees; borders; passports; citizenship; nationalism;
 colonialism; capitalism; socialism; liberalism; feminism; pacifism; existentialism; empiricism; rationalism;
 scepticism; free will; consciousness; happiness; friendship; love; jealousy; anger; fear; grief; gratitude;
@@ -178,7 +178,7 @@ bookkeeping"""
 ACTIVITIES = """growing roses; growing herbs on a balcony; pruning trees; building a shed; laying tiles;
 hanging wallpaper; repairing a leaking tap; unblocking a drain; sharpening knives; refinishing furniture;
 decluttering a garage; doing laundry; ironing shirts; washing windows; planning weekly meals; shopping for
-groceries; cooking for a large family; quantization lunches; feeding a baby; choosing a school; helping with
+groceries; cooking for a large family; packing lunches; feeding a baby; choosing a school; helping with
 homework; talking to teenagers; caring for an elderly parent; choosing a nursing home; writing a will;
 buying a house; renting a flat; finding a roommate; moving abroad; applying for a visa; opening a bank
 account; paying off debt; investing in shares; planning for retirement; filing taxes; choosing health

@@ -1,6 +1,6 @@
 """Muon for many matrices at once.
 
-Matrices of one shape are orthogonalised together: a step of training is hundreds of launches less.
+Matrices of one shape are orthogonalised together, which saves hundreds of launches a training step.
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; the same steps as
 ``mlx.optimizers.Muon`` without weight decay.
 """
@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 MOMENTUM = 0.95
 ITERATIONS = 5
-# Of x' = a x + (b x x^T + c (x x^T)^2) x, which pulls singular values towards 1.
+# Coefficients of x' = a x + (b x x^T + c (x x^T)^2) x, which moves singular values towards 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
@@ -22,15 +22,16 @@ class Muon(optimizers.Optimizer):
     """Nesterov momentum whose steps are orthogonal matrices, for trees of matrices [M, N]."""
 
     def __init__(self, learning_rate: mx.array) -> None:
+        """Start with a rate, which may be changed between steps."""
         super().__init__()
         self.learning_rate = learning_rate
 
     def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
-        """Start a matrix's momentum at zero."""
+        """Set the momentum of a matrix to zero."""
         state["v"] = mx.zeros_like(parameter)
 
     def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
-        """Return the tree of changed matrices."""
+        """Return the tree of matrices after a step."""
         if not self._initialized:
             self.init(gradients)
 
@@ -48,7 +49,7 @@ class Muon(optimizers.Optimizer):
 
 
 def orthogonal(matrices: Any) -> Any:
-    """Return the nearest matrices with singular values of about 1, of a tree of matrices."""
+    """Return for each matrix of a tree the nearest one whose singular values are about 1."""
     alike = defaultdict(list)
     for path, matrix in tree_flatten(matrices):
         wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T

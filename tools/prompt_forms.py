@@ -1,7 +1,7 @@
-"""Our own plain prompts: forms of request over lists of topics, deterministic by seed.
+"""Our own plain prompts: forms of request filled with topics, deterministic by seed.
 
 `topic_prompts`, `coding_prompts`, `passage_prompts`, `function_prompts` and `stub_prompts` yield `Prompt`s.
-A prompt names the topics (or the passage, or the function) that it is about, so that a split can part them.
+A prompt names the topics (or the passage, or the function) that it is about, so that a split can keep them apart.
 """
 
 import random
@@ -56,7 +56,7 @@ sourdough bread; cooking for one; saving money; buying a used car; moving to a n
 training a puppy; raising chickens; painting a room; fixing a bicycle; building a bookshelf; writing a
 novel; keeping a diary; giving a speech; preparing for a job interview; writing a resume; starting a small
 business; working from home; managing a team; running a meeting; planning a wedding; hosting a dinner party;
-organising a bookshelf; cleaning a kitchen; quantization for a trip; camping in the rain; hiking in the
+organising a bookshelf; cleaning a kitchen; packing for a trip; camping in the rain; hiking in the
 mountains; learning to swim; playing chess; taking photographs; drawing portraits; reading more books;
 sleeping better; drinking more water; meditating every day; studying for exams; teaching children to read;
 volunteering; reducing plastic waste; growing tomatoes; making coffee; brewing tea; knitting a scarf; sewing
@@ -214,7 +214,7 @@ ADVICE = [
     "My friend says that {t} is a waste of time. How should I answer?",
     "Write a short speech about {t}.",
     "What would you say to a beginner who gave up on {t}?",
-    "Suggest a daily routine that siblings room for {t}.",
+    "Suggest a daily routine that leaves room for {t}.",
 ]
 
 STORIES = [
@@ -301,7 +301,7 @@ PASSAGE = [
     "Summarise the following text in a few sentences.\n\n{p}",
     "What is this text about?\n\n{p}",
     "Rewrite this text in simple words.\n\n{p}",
-    "DraftRequest three questions about this text and answer them.\n\n{p}",
+    "Ask three questions about this text and answer them.\n\n{p}",
     "{p}\n\nList the key points of the text above.",
     "{p}\n\nContinue this text.",
     "Give this text a title and explain your choice.\n\n{p}",
@@ -413,7 +413,7 @@ COMPARED = ("concepts", "technology", "history", "places", "foods")
 
 
 def fill(form: str, rng: random.Random, **given: str) -> str:
-    """Put `given` and random choices for the remaining slots into a form.
+    """Fill the slots of a form with `given` values and, for the remaining slots, random choices.
 
     Slots are replaced one by one, not with `str.format`: passages and code contain braces.
     """
@@ -425,14 +425,14 @@ def fill(form: str, rng: random.Random, **given: str) -> str:
 
 
 def random_system(rng: random.Random, share: float = SYSTEM_SHARE) -> str | None:
-    """A system prompt for a share of the requests, else None (the chat template's default)."""
+    """Return a system prompt for a share of the requests, else None (the chat template's default)."""
     return rng.choice(SYSTEMS) if rng.random() < share else None
 
 
 def topic_prompts(
     rng: random.Random, variants: int = 1, lists: Mapping[str, Sequence[str]] = TOPICS
 ) -> Iterator[Prompt]:
-    """Every form over every topic of its list, `variants` times with other endings, and pairs to compare."""
+    """Yield every form with every topic of its list, `variants` times with other endings, and comparisons."""
     for kind, name, forms in SUBJECTS:
         for topic in lists[name]:
             for form in forms * variants:
@@ -448,7 +448,7 @@ def topic_prompts(
 def coding_prompts(
     rng: random.Random, variants: int = 2, tasks: Sequence[str] = TOPICS["tasks"]
 ) -> Iterator[Prompt]:
-    """Every coding form over every task, in `variants` random languages."""
+    """Yield every coding form with every task, in `variants` random languages."""
     for task in tasks:
         for form in CODING * variants:
             prompt = fill(form, rng, t=task, l=rng.choice(LANGUAGES))
@@ -456,13 +456,13 @@ def coding_prompts(
 
 
 def first_sentence(passage: str) -> str:
-    """The passage up to its first full stop that ends a sentence."""
+    """Return the passage up to the end of its first sentence."""
     end = passage.find(". ")
     return passage if end < 0 else passage[: end + 1]
 
 
 def passage_prompts(passages: Sequence[str], rng: random.Random, forms: int = 5) -> Iterator[Prompt]:
-    """A few requests about each passage of text."""
+    """Yield `forms` requests about each passage of text."""
     for number, passage in enumerate(passages):
         for form in rng.sample(PASSAGE, forms):
             prompt = fill(form, rng, p=passage, s=first_sentence(passage))
@@ -470,13 +470,13 @@ def passage_prompts(passages: Sequence[str], rng: random.Random, forms: int = 5)
 
 
 def function_prompts(functions: Sequence[tuple[str, str]], rng: random.Random, forms: int) -> Iterator[Prompt]:
-    """A few requests about each (name, source) of a Python function."""
+    """Yield `forms` requests about each (name, source) of a Python function."""
     for name, source in functions:
         for form in rng.sample(FUNCTION, forms):
             yield Prompt(fill(form, rng, f=source), "function", (f"function {name}",), random_system(rng))
 
 
 def stub_prompts(stubs: Sequence[tuple[str, str]], rng: random.Random) -> Iterator[Prompt]:
-    """A request to complete each (name, signature with docstring)."""
+    """Yield a request to complete each (name, signature with docstring)."""
     for name, stub in stubs:
         yield Prompt(fill(rng.choice(STUB), rng, f=stub), "stub", (f"function {name}",))

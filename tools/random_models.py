@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights, so that timing them needs no download."""
+"""Models of published shapes with random weights, so that they can be timed without a download."""
 
 from typing import Any
 
@@ -58,10 +58,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def random_model(name: str, bits: int | None, group_size: int = 64, layers: int | None = None) -> tuple[Any, dict]:
-    """Return mlx-lm's model of a named shape in bfloat16, quantised where ``bits`` is given, and its config.
+    """Return mlx-lm's model of a published shape with random weights, and its config.
 
-    layers: fewer than the shape has, for quick looks. Weights are made and packed module by module, so that the
-    unpacked model never exists as a whole. Norms are ones, all else is noise that keeps rows near unit size.
+    name: a key of CONFIGS.
+    bits: to quantise to; None for bfloat16.
+    group_size: of quantised weights.
+    layers: fewer than the shape has, for quick runs.
+    Weights are made and quantised module by module, so that the unquantised model never exists as a whole. Norms
+    are ones; other weights are noise that keeps rows near unit size.
     """
     config = dict(CONFIGS[name])
     if layers is not None:
@@ -73,7 +77,7 @@ def random_model(name: str, bits: int | None, group_size: int = 64, layers: int 
         if isinstance(module, nn.Linear | nn.Embedding):
             rows, width = module.weight.shape
             if bits is not None and width % group_size == 0:
-                replace_module(model, path, random_packed(module, rows, width, bits, group_size))
+                replace_module(model, path, random_quantized(module, rows, width, bits, group_size))
             else:
                 module.weight = (mx.random.normal((rows, width)) * width**-0.5).astype(mx.bfloat16)
                 mx.eval(module.parameters())
@@ -82,22 +86,27 @@ def random_model(name: str, bits: int | None, group_size: int = 64, layers: int 
     return model, config
 
 
-def random_packed(module: nn.Module, rows: int, width: int, bits: int, group_size: int) -> nn.Module:
-    """Return the quantised form of a linear or embedding module, of evenly spread packed values around zero."""
-    # A few rows are enough to make the module; quantization all of them would take most of the time.
+def random_quantized(module: nn.Module, rows: int, width: int, bits: int, group_size: int) -> nn.Module:
+    """Return the quantised form of a linear or embedding module, with uniformly distributed values around zero.
+
+    module: to replace.
+    rows, width: of its weight.
+    bits, group_size: to quantise to.
+    """
+    # One row is enough to make the module; quantising all of them would take most of the time.
     module.weight = mx.zeros((1, width), dtype=mx.bfloat16)
-    packed = module.to_quantized(group_size=group_size, bits=bits)
+    quantized = module.to_quantized(group_size=group_size, bits=bits)
     halves = mx.random.randint(0, 1 << 16, (rows, width * bits // 16)).astype(mx.uint16)
-    packed.weight = halves.view(mx.uint32)
-    # The standard deviation of evenly spread values is their number / sqrt(12).
+    quantized.weight = halves.view(mx.uint32)
+    # The standard deviation of n uniformly distributed integers is n / sqrt(12).
     scale = (12 / width) ** 0.5 / (1 << bits)
-    packed.scales = mx.full((rows, width // group_size), scale, dtype=mx.bfloat16)
-    packed.biases = packed.scales * (0.5 - (1 << bits) / 2)
-    return packed
+    quantized.scales = mx.full((rows, width // group_size), scale, dtype=mx.bfloat16)
+    quantized.biases = quantized.scales * (0.5 - (1 << bits) / 2)
+    return quantized
 
 
 def replace_module(root: nn.Module, path: str, new: nn.Module) -> None:
-    """Put a module in the place of the one at ``path``, evaluated."""
+    """Evaluate a module, and replace the one at ``path`` of ``root`` with it."""
     *parents, last = path.split(".")
     owner: Any = root
     for part in parents:

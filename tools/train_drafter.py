@@ -1,8 +1,9 @@
 """Train a DFlash 2 drafter for a target, on replies that the target wrote (see ``tools.write_replies``).
 
-The modules that are trained are the modules that are shipped. Weights are kept in float32 and computed with as
-``mlx_spec.quantize_drafter`` packs them, so quantization costs nothing. Matrices of the layers learn by Muon, the rest by
-AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run over several GPUs.
+Training runs the modules that are shipped. Weights are kept in float32 and rounded to their quantised values in
+every step, so that quantising them with ``mlx_spec.quantize_drafter`` afterwards loses nothing. Muon trains the
+matrices of the layers, AdamW the rest at a twentieth of the rate. ``mlx.launch`` spreads a run over several GPUs.
+Needs a GPU, of Apple or NVIDIA: a CPU is enough for tiny models only.
 """
 
 import argparse
@@ -45,19 +46,29 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layers", type=int, default=3, help="decoder layers of the drafter")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
-    add("--target-layer-ids", type=int, nargs="+", help="target layers to read (default: 6, evenly spread)")
+    add(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="target layers whose outputs are read (default: 6, evenly spread)",
+    )
     add("--block-size", type=int, default=8, help="rows of a block: the anchor and the drafts")
-    add("--selector-rank", type=int, default=64)
-    add("--conv-group-size", type=int, default=16)
-    add("--mask-token", help="token whose embedding marks rows to fill (default: an unused special token)")
-    add("--draft-vocab", type=int, default=24576, help="tokens the draft head scores, most frequent first")
+    add("--selector-rank", type=int, default=64, help="rank of the candidate selector")
+    add("--conv-group-size", type=int, default=16, help="channels that share a dynamic kernel")
+    add("--mask-token", help="token whose embedding the rows of drafts have (default: an unused special token)")
+    add(
+        "--draft-vocab",
+        type=int,
+        default=24576,
+        help="size of the draft vocabulary: the tokens that the replies use most",
+    )
     return parser
 
 
 def drafter_config(args: argparse.Namespace, target: dict[str, Any], tokenizer: Any, draft_ids: list[int]) -> dict:
     """Return the ``config.json`` of the drafter, in the native layout."""
     depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
-    aux_hidden_states = args.target_layer_ids or [round(1 + i * (depth - 3) / 5) for i in range(6)]
+    layer_ids = args.target_layer_ids or [round(1 + i * (depth - 3) / 5) for i in range(6)]
     return {
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
@@ -85,14 +96,14 @@ def drafter_config(args: argparse.Namespace, target: dict[str, Any], tokenizer: 
             "mask_token_id": mask_token(args.mask_token, tokenizer),
             "selector_rank": args.selector_rank,
             "selector_top_k": 16,
-            "target_layer_ids": aux_hidden_states,
+            "target_layer_ids": layer_ids,
             "draft_token_ids": draft_ids,
         },
     }
 
 
 def mask_token(name: str | None, tokenizer: Any) -> int:
-    """Return the id of the mask token: the named one, or the last special token that ends no text."""
+    """Return the id of the mask token: the named one, or the last unused special token."""
     if name is not None:
         return int(tokenizer.convert_tokens_to_ids(name))
     unused = set(tokenizer.all_special_ids) - set(tokenizer.eos_token_ids) - {tokenizer.bos_token_id}
@@ -121,7 +132,7 @@ def initial_model(config: DFlash2Config, resume: Path | None) -> DraftModel:
 
 
 def block_rows(shape: tuple[int, int], block_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the rows of each block: most are whole, some shorter, because the policy runs shorter blocks too."""
+    """Draw the number of rows of each block: mostly all, sometimes fewer, as decoding runs shorter blocks, too."""
     short = rng.integers(2, block_size, shape)
     return np.where(rng.random(shape) < WHOLE_BLOCKS, block_size, short).astype(np.int32)
 
@@ -135,38 +146,43 @@ def acceptance(
     max_length: int,
     limit: int = 512,
 ) -> tuple[list[float], list[float]]:
-    """Return the share of drafts that stand at positions 1 .. block size - 1, over held-out greedy replies.
+    """Return the share of drafts that are accepted at positions 1 .. block size - 1, over held-out greedy replies.
 
-    First of the blocks that decoding starts, each behind what the one before gave, then of blocks at every place.
+    model: the drafter, with its config.
+    frozen, target: what it was trained with.
+    heldout: the replies; sampled ones are skipped.
+    max_length: tokens of a sequence that are read.
+    limit: replies that are read.
+    Returns two lists: over the blocks that decoding would start, and over blocks at every position.
     """
     chosen = np.flatnonzero(heldout.greedy & (heldout.lengths - heldout.prompt_lengths >= 2))[:limit]
     steps = np.arange(1, config.block_size)
-    # Of decoding and of every place: drafts that stood, and drafts there were tokens for.
+    # By [decoding, every position] and [accepted, drafted].
     counts = np.zeros((2, 2, config.block_size - 1))
     for i in range(0, len(chosen), 16):
         batch = make_batch(heldout, chosen[i : i + 16], max_length)
         most = int((batch.lengths - batch.firsts).max()) - 1
-        places = np.minimum(batch.firsts[:, None] + np.arange(most), batch.lengths[:, None] - 2)
-        tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, places))
+        positions = np.minimum(batch.firsts[:, None] + np.arange(most), batch.lengths[:, None] - 2)
+        tokens, lengths, anchors = (mx.array(a) for a in (batch.tokens, batch.lengths, positions))
         _, aux_hidden_states = run_target(target, tokens, config.target_layer_ids)
-        standing = np.array(
-            dflash2.drafts_standing(model, config, frozen, tokens, lengths, anchors, aux_hidden_states)
+        accepted = np.array(
+            dflash2.accepted_drafts(model, config, frozen, tokens, lengths, anchors, aux_hidden_states)
         )
-        for row, length, first in zip(standing, batch.lengths, batch.firsts, strict=True):
+        for row, length, first in zip(accepted, batch.lengths, batch.firsts, strict=True):
             left = length - 1 - np.arange(first, length - 1)
-            stood = row[: len(left), None] >= steps, left[:, None] >= steps
+            by_step = row[: len(left), None] >= steps, left[:, None] >= steps
             rounds = decoding_rounds(row[: len(left)])
-            counts += [[s[rounds].sum(axis=0) for s in stood], [s.sum(axis=0) for s in stood]]
+            counts += [[s[rounds].sum(axis=0) for s in by_step], [s.sum(axis=0) for s in by_step]]
     decoding, everywhere = counts[:, 0] / np.maximum(counts[:, 1], 1)
     return decoding.tolist(), everywhere.tolist()
 
 
-def decoding_rounds(standing: np.ndarray) -> list[int]:
-    """Return the places where decoding starts a round, given how many drafts would stand behind each place."""
-    rounds, at = [], 0
-    while at < len(standing):
-        rounds.append(at)
-        at += 1 + int(standing[at])
+def decoding_rounds(accepted: np.ndarray) -> list[int]:
+    """Return the anchors at which decoding would start a round, given how many drafts are accepted after each."""
+    rounds, anchor = [], 0
+    while anchor < len(accepted):
+        rounds.append(anchor)
+        anchor += 1 + int(accepted[anchor])
     return rounds
 
 
@@ -200,17 +216,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         rows: mx.array,
     ) -> mx.array:
         anchors = draw_anchors(shares, lengths, firsts, rows.shape[1])
-        places = tokens, lengths, anchors, rows
-        return dflash2.loss(model, config, frozen, *places, hidden, expected, aux_hidden_states, args.hard)
+        blocks = tokens, lengths, anchors, rows
+        return dflash2.loss(model, config, frozen, *blocks, hidden, expected, aux_hidden_states, args.hard)
 
     def draw(batch: Batch, rng: np.random.Generator) -> tuple[mx.array, ...]:
         shape = len(batch.tokens), anchor_count(args, batch.tokens)
         return (mx.array(block_rows(shape, config.block_size, rng)),)
 
-    history, packed = learn(args, model, see, loss, replies, draw)
+    history, quantized = learn(args, model, see, loss, replies, draw)
     if first_process():
         save(Path(args.out), raw, model)
-    model.update(shipped_weights(model.parameters(), packed))
+    model.update(shipped_weights(model.parameters(), quantized))
     decoding, everywhere = acceptance(model, config, frozen, target, heldout, args.max_length)
     return {
         **facts(history, started, replies, model),
@@ -229,17 +245,17 @@ def save(folder: Path, config: dict[str, Any], model: nn.Module) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def told(result: dict[str, Any]) -> Iterator[str]:
-    """Say how far drafts stand."""
+def summary(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines with the acceptance by position and the accepted length."""
     for position, share in enumerate(result["acceptance"], 1):
-        yield f"position {position}: {share:.3f} of the drafts that far stood"
+        yield f"position {position}: {share:.3f} of the drafts accepted"
     yield f"accepted length: {result['accepted_length']}"
 
 
-def main() -> None:
-    """Run the command."""
-    run(setup_arg_parser().parse_args(), train, told)
+def main() -> int:
+    """Run the command; see ``training.run``."""
+    return run(setup_arg_parser().parse_args(), train, summary)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

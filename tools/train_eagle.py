@@ -1,9 +1,9 @@
 """Train an EAGLE-3 head for a target, on replies that the target wrote (see ``tools.write_replies``).
 
-The modules that are trained are the modules that are shipped: one Llama layer over hidden states of the target,
-normed one by one (EAGLE-3.1), with an output head of its own over the tokens that the replies use most. It is
-unrolled on its own outputs, as it will be run. Weights are computed with as they will be packed. ``mlx.launch``
-spreads a run over several GPUs.
+Training runs the modules that are shipped: one Llama layer over outputs of target layers, each normed (EAGLE-3.1),
+with an output head of its own over the tokens that the replies use most. Chains read the head's own output, as
+in decoding. Weights are rounded to their quantised values in every step. ``mlx.launch`` spreads a run over several
+GPUs. Needs a GPU, of Apple or NVIDIA: a CPU is enough for tiny models only.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig, read_head_config, read_spec
 from mlx_spec.drafters.eagle.tensors import head_tensors
 from tools import chain_loss
-from tools.chain_acceptance import accepted_length, standing_drafts, told
-from tools.chain_loss import every_anchor, standing
+from tools.chain_acceptance import accepted_at_anchors, accepted_length, summary
+from tools.chain_loss import accepted_drafts, every_anchor
 from tools.eagle_chains import chains
 from tools.teacher import Frozen, draw_anchors, freeze_target, run_target, watch
 from tools.train_data import Replies, frequent_tokens
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
-# How deep chains are when acceptance is measured.
+# Drafts of a chain when acceptance is measured.
 DEPTH = 7
 
 
@@ -44,23 +44,28 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     add_training_arguments(parser, anchors=96, resumed=", with its vocabulary")
     add = parser.add_argument
-    add("--chain", type=int, default=5, help="steps that each chain is trained for")
+    add("--chain", type=int, default=5, help="drafts of each chain in training")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
     add(
         "--target-layer-ids",
         type=int,
         nargs="+",
-        help="target layers whose output is read (default: 4, evenly spread)",
+        help="target layers whose outputs are read (default: 4, evenly spread)",
     )
-    add("--draft-vocab", type=int, default=8192, help="tokens of the head's own vocabulary, most frequent first")
-    add("--target-head", action="store_true", help="score with the target's output head, and have none of its own")
+    add(
+        "--draft-vocab",
+        type=int,
+        default=8192,
+        help="size of the draft vocabulary: the tokens that the replies use most",
+    )
+    add("--target-head", action="store_true", help="use the target's output head instead of an own one")
     return parser
 
 
 def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
     """Return the ``config.json`` of the head, in the layout of the ``speculators`` library."""
     depth, heads = target["num_hidden_layers"], target["num_attention_heads"]
-    aux_hidden_states = args.target_layer_ids or [round(1 + i * (depth - 3) / 3) for i in range(4)]
+    layer_ids = args.target_layer_ids or [round(1 + i * (depth - 3) / 3) for i in range(4)]
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -70,8 +75,8 @@ def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, A
         "norm_before_fc": False,
         "fc_norm": True,
         "norm_output": True,
-        # Counted by what layers read.
-        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in aux_hidden_states],
+        # This key numbers the inputs of layers.
+        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in layer_ids],
         "transformer_layer_config": {
             "model_type": "llama",
             "hidden_act": "silu",
@@ -93,7 +98,7 @@ def head_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, A
 
 
 def new_head(config: HeadConfig, spec: EagleSpec, draft_vocab: int | None) -> EagleHead:
-    """Build a head with the modules that are trained, an output head over ``draft_vocab`` tokens among them."""
+    """Build a head; with ``draft_vocab``, it has an output head over as many tokens."""
     head = EagleHead(config, spec, {"fc.weight", "fc_norm.0.weight"})
     if draft_vocab is not None:
         head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
@@ -103,9 +108,12 @@ def new_head(config: HeadConfig, spec: EagleSpec, draft_vocab: int | None) -> Ea
 def initial_head(
     config: HeadConfig, spec: EagleSpec, frozen: Frozen, norm: mx.array, args: argparse.Namespace
 ) -> EagleHead:
-    """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
+    """Return a new head in float32, or one with a checkpoint's weights.
 
-    norm: weight [H] of the target's final norm.
+    config, spec: of the head.
+    frozen: its output head begins as the target's.
+    norm: [H], the target's final norm, with which its own begins.
+    args: the checkpoint to resume, and whether the head has an output head.
     """
     draft_vocab, resume = None if args.target_head else frozen.head.shape[0], args.resume
     head = new_head(config, spec, draft_vocab)
@@ -123,7 +131,7 @@ def initial_head(
 
 
 def resumed_ids(folder: Path) -> list[int]:
-    """Return the draft vocabulary of a checkpoint, to which the rows of its output head belong."""
+    """Return the draft vocabulary of a checkpoint, in the order of its output head's rows."""
     offsets = np.array(read_tensors(folder, str(folder))["d2t"])
     return [int(i) for i in offsets + np.arange(offsets.size)]
 
@@ -159,20 +167,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         outputs = chains(head, spec, config, frozen.embedding, tokens, aux_hidden_states, anchors, args.chain)
         return chain_loss.loss(outputs, score, frozen, tokens, lengths, anchors, hidden, args.hard)
 
-    history, packed = learn(args, head, watch(target, frozen, spec.target_layer_ids), loss, replies)
+    history, quantized = learn(args, head, watch(target, frozen, spec.target_layer_ids), loss, replies)
     if first_process():
-        save(Path(args.out), raw, config, spec, head, packed, draft_ids)
-    head.update(shipped_weights(head.parameters(), packed))
+        save(Path(args.out), raw, config, spec, head, quantized, draft_ids)
+    head.update(shipped_weights(head.parameters(), quantized))
 
-    def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
+    def accepted(tokens: mx.array, lengths: mx.array) -> mx.array:
         anchors, (_, aux_hidden_states) = every_anchor(tokens), run_target(target, tokens, spec.target_layer_ids)
         outputs = chains(head, spec, config, frozen.embedding, tokens, aux_hidden_states, anchors, DEPTH)
-        return standing(outputs, score, frozen, tokens, lengths, anchors)
+        return accepted_drafts(outputs, score, frozen, tokens, lengths, anchors)
 
-    stands = standing_drafts(stand, heldout, args.max_length)
+    counts = accepted_at_anchors(accepted, heldout, args.max_length)
     return {
         **facts(history, started, replies, head),
-        "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
+        "accepted_length": {depth: accepted_length(counts, depth) for depth in range(1, DEPTH + 1)},
     }
 
 
@@ -182,28 +190,28 @@ def save(
     config: HeadConfig,
     spec: EagleSpec,
     head: EagleHead,
-    packed: dict[str, dict[str, Any]],
+    quantized: dict[str, dict[str, Any]],
     draft_ids: list[int],
 ) -> None:
-    """Write the head as the ``speculators`` library names it, packed as trained."""
+    """Write a checkpoint in the layout of the ``speculators`` library, quantised as trained."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = new_head(config, spec, len(draft_ids) if "lm_head" in head else None)
     shipped.update(head.parameters())
-    nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
+    nn.quantize(shipped, class_predicate=lambda path, _: quantized.get(path, False))
     ids = np.array(draft_ids)
     marked = np.zeros(config.vocab_size, dtype=bool)
     marked[ids] = True
     vocabulary = {"d2t": mx.array(ids - np.arange(ids.size)), "t2d": mx.array(marked)}
     tensors = {**dict(tree_flatten(shipped.parameters())), **vocabulary}
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"})
-    written = {**raw, "draft_vocab_size": ids.size, "quantization": next(iter(packed.values()), None)}
+    written = {**raw, "draft_vocab_size": ids.size, "quantization": next(iter(quantized.values()), None)}
     (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
-def main() -> None:
-    """Run the command."""
-    run(setup_arg_parser().parse_args(), train, told)
+def main() -> int:
+    """Run the command; see ``training.run``."""
+    return run(setup_arg_parser().parse_args(), train, summary)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

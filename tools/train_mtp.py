@@ -1,8 +1,9 @@
 """Train an MTP head for a target, on replies that the target wrote (see ``tools.write_replies``).
 
-The modules that are trained are the modules that are shipped: one Qwen3 layer over the target's final hidden state
-and the embedding of the next token, wired as Qwen3.5's head, drafting from the tokens that the replies use most.
-Weights are computed with as they will be packed. ``mlx.launch`` spreads a run over several GPUs.
+Training runs the modules that are shipped: one Qwen3 layer over the target's final hidden state and the embedding
+of the next token, wired as Qwen3.5's head, which drafts from the tokens that the replies use most. Weights are
+rounded to their quantised values in every step. ``mlx.launch`` spreads a run over several GPUs. Needs a GPU, of
+Apple or NVIDIA: a CPU is enough for tiny models only.
 """
 
 import argparse
@@ -21,15 +22,15 @@ from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.spec import QWEN
 from mlx_spec.drafters.mtp.tensors import head_tensors, norms_lack_one, shift_norms
 from tools import chain_loss
-from tools.chain_acceptance import accepted_length, standing_drafts, told
-from tools.chain_loss import every_anchor, standing
+from tools.chain_acceptance import accepted_at_anchors, accepted_length, summary
+from tools.chain_loss import accepted_drafts, every_anchor
 from tools.mtp_chains import chains
 from tools.teacher import draw_anchors, freeze_target, token_shares
 from tools.train_data import Replies, frequent_tokens
 from tools.training import add_training_arguments, anchor_count, facts, first_process, learn, run, shipped_weights
 from tools.write_replies import load_target
 
-# How deep chains are when acceptance is measured.
+# Drafts of a chain when acceptance is measured.
 DEPTH = 7
 
 
@@ -42,15 +43,20 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     add_training_arguments(parser, anchors=96, resumed="")
     add = parser.add_argument
-    add("--chain", type=int, default=3, help="steps that each chain is trained for")
+    add("--chain", type=int, default=3, help="drafts of each chain in training")
     add("--intermediate-size", type=int, help="feed-forward width (default: the target's)")
     add("--heads", type=int, help="query heads (default: the target's)")
-    add("--draft-vocab", type=int, default=12288, help="tokens the draft head scores, most frequent first")
+    add(
+        "--draft-vocab",
+        type=int,
+        default=12288,
+        help="size of the draft vocabulary: the tokens that the replies use most",
+    )
     return parser
 
 
 def layer_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the head's layer: a Qwen3 of the target's sizes."""
+    """Return the configuration of the head's layer: Qwen3's, with the target's sizes."""
     heads = target["num_attention_heads"]
     return {
         "model_type": "qwen3",
@@ -70,9 +76,11 @@ def layer_config(args: argparse.Namespace, target: dict[str, Any]) -> dict[str, 
 
 
 def initial_head(config: dict[str, Any], norm: mx.array, resume: Path | None) -> MTPHead:
-    """Return a new head in float32 that scores as the target does, or one with a checkpoint's weights.
+    """Return a new head in float32, or one with a checkpoint's weights.
 
-    norm: weight [H] of the target's final norm.
+    config: of its layer.
+    norm: [H], the target's final norm, with which its own begins.
+    resume: folder of the checkpoint, or None.
     """
     head = MTPHead(config)
     head.norm.weight = norm.astype(mx.float32)
@@ -109,33 +117,33 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, anchors, args.chain)
         return chain_loss.loss(outputs, frozen.score, frozen, tokens, lengths, anchors, hidden, args.hard)
 
-    history, packed = learn(args, head, see, loss, replies)
+    history, quantized = learn(args, head, see, loss, replies)
     if first_process():
-        save(Path(args.out), config, head, packed, draft_ids)
-    head.update(shipped_weights(head.parameters(), packed))
+        save(Path(args.out), config, head, quantized, draft_ids)
+    head.update(shipped_weights(head.parameters(), quantized))
 
-    def stand(tokens: mx.array, lengths: mx.array) -> mx.array:
+    def accepted(tokens: mx.array, lengths: mx.array) -> mx.array:
         anchors, hidden = every_anchor(tokens), target.model(tokens)
         outputs = chains(head, QWEN, config, frozen.embedding, tokens, hidden, anchors, DEPTH)
-        return standing(outputs, frozen.score, frozen, tokens, lengths, anchors)
+        return accepted_drafts(outputs, frozen.score, frozen, tokens, lengths, anchors)
 
-    stands = standing_drafts(stand, heldout, args.max_length)
+    counts = accepted_at_anchors(accepted, heldout, args.max_length)
     return {
         **facts(history, started, replies, head),
-        "accepted_length": {depth: accepted_length(stands, depth) for depth in range(1, DEPTH + 1)},
+        "accepted_length": {depth: accepted_length(counts, depth) for depth in range(1, DEPTH + 1)},
     }
 
 
 def save(
-    folder: Path, config: dict[str, Any], head: MTPHead, packed: dict[str, dict[str, Any]], draft_ids: list[int]
+    folder: Path, config: dict[str, Any], head: MTPHead, quantized: dict[str, dict[str, Any]], draft_ids: list[int]
 ) -> None:
-    """Write the head as an original checkpoint has it: ``mtp.*``, norm weights less one if that shows; packed."""
+    """Write the head as original checkpoints have it: tensors ``mtp.*``, norms less one; quantised as trained."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = MTPHead(config)
     shipped.update(head.parameters())
-    nn.quantize(shipped, class_predicate=lambda path, _: packed.get(path, False))
+    nn.quantize(shipped, class_predicate=lambda path, _: quantized.get(path, False))
     whole = dict(tree_flatten(shipped.parameters()))
-    # Readers tell norms less one from whole ones by their means: training can leave the range where they can.
+    # Readers recognise norms less one by their means; where training moved these too far, norms are written whole.
     less = shift_norms(whole, -1.0)
     tensors = less if norms_lack_one(less) else whole
     named = {f"mtp.{name}": value for name, value in {**tensors, "d2t": mx.array(draft_ids)}.items()}
@@ -143,15 +151,15 @@ def save(
     written = {
         "model_type": "qwen3_5_mtp",
         "text_config": config,
-        "quantization": next(iter(packed.values()), None),
+        "quantization": next(iter(quantized.values()), None),
     }
     (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
-def main() -> None:
-    """Run the command."""
-    run(setup_arg_parser().parse_args(), train, told)
+def main() -> int:
+    """Run the command; see ``training.run``."""
+    return run(setup_arg_parser().parse_args(), train, summary)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,13 +1,14 @@
-"""The training loop that all drafters share.
+"""The training loop of all drafters.
 
-Weights are kept in float32 and computed with as ``mlx_spec.quantize_drafter`` packs them, so quantization costs nothing.
-Matrices of the layers learn by Muon, the rest by AdamW at a twentieth of the rate. ``mlx.launch`` spreads a run
-over several GPUs.
+Weights are kept in float32 and rounded to their quantised values in every step, so that quantising them afterwards
+loses nothing. Muon trains the matrices of the layers, AdamW the rest at a twentieth of the rate. ``mlx.launch``
+spreads a run over several GPUs.
 """
 
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,52 +24,68 @@ from tqdm import tqdm
 
 from metal_kernels.launching.implementations import using
 from mlx_spec.cli.quantize_drafter import add_packing_arguments, quantization
+from mlx_spec.errors import MlxSpecError
 from tools.muon import Muon
-from tools.train_data import Batch, Replies, batches
+from tools.train_data import Batch, Replies, batches, check_enough
 
-# Steps that compile, and are left out when the schedule is fitted to a time limit.
+# Steps that compile, and are not timed when the schedule is fitted to a time limit.
 FIRST_TIMED = 10
 # Steps after which the schedule is fitted again.
 FIT_EVERY = 200
-# Steps that a batch is kept for, in the mean.
+# Mean number of steps that a batch is kept for.
 KEPT_USES = 4
 # AdamW's rate as a share of Muon's.
 ADAMW_SHARE = 0.05
 
 See = Callable[[mx.array], tuple[mx.array, ...]]
-"""Runs the target over sequences [N, S], and returns what the loss takes of it."""
+"""Runs the target over tokens [N, S], and returns what the loss needs of it."""
 Draw = Callable[[Batch, np.random.Generator], tuple[mx.array, ...]]
-"""Returns what a step takes besides a batch, drawn anew for each."""
+"""Returns what a step needs besides its batch, drawn anew for each."""
 History = list[tuple[int, float, float]]
+"""(step, seconds, loss) of some steps."""
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, anchors: int, resumed: str) -> None:
-    """Add what every trainer takes. resumed: of which shape a checkpoint to start from must be."""
+    """Add the options that every trainer has.
+
+    anchors: default of ``--anchors``.
+    resumed: what ``--resume`` takes besides a checkpoint of the same shape.
+    """
     add = parser.add_argument
     add("--model", default="demo", help="target: demo, a folder, or a Hugging Face repo")
     add("--replies", required=True, nargs="+", help=".npz files of replies to train on")
     add("--heldout", required=True, help=".npz of replies to measure acceptance on")
     add("--out", required=True, help="folder for the checkpoint")
-    add("--hard", type=float, default=0.2, help="weight of the token that came against the target's distribution")
-    add("--batch-size", type=int, default=64, help="sequences of full length a step, on each GPU; more short ones")
-    add("--max-length", type=int, default=512, help="tokens of a sequence")
-    add("--anchors", type=int, default=anchors, help="places to draft from in a sequence of full length")
+    add(
+        "--hard",
+        type=float,
+        default=0.2,
+        help="share of the reply's token in the teacher; the rest is the target's distribution",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="sequences of full length in a step, on each GPU; shorter ones are more",
+    )
+    add("--max-length", type=int, default=512, help="most tokens of a sequence")
+    add("--anchors", type=int, default=anchors, help="positions to draft from in a sequence of full length")
     add(
         "--keep",
         type=int,
         default=0,
-        help=f"batches of which what the target shows is kept, for {KEPT_USES} steps each",
+        help=f"batches whose target outputs are kept in memory, for {KEPT_USES} steps each",
     )
     add("--learning-rate", type=float, default=0.02, help="peak rate of Muon")
-    add("--steps", type=int, default=4000)
-    add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
+    add("--steps", type=int, default=4000, help="steps of training; Ctrl-C ends earlier and saves")
+    add("--time-limit", type=float, help="seconds of training, to which the number of steps is fitted")
     add("--resume", type=Path, help=f"start from this checkpoint, of the same shape{resumed}")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="seed of initial weights and of the order of replies")
     add_packing_arguments(parser)
 
 
 def anchor_count(args: argparse.Namespace, tokens: mx.array | np.ndarray) -> int:
-    """Return the anchors of each sequence of a batch [N, S]: as many in all, whatever the sequences' length."""
+    """Return the number of anchors of each sequence of a batch [N, S], so that all batches have as many in all."""
     sequences, size = tokens.shape
     return int(min(args.anchors * args.batch_size // sequences, size - 2))
 
@@ -76,18 +93,29 @@ def anchor_count(args: argparse.Namespace, tokens: mx.array | np.ndarray) -> int
 def run(
     args: argparse.Namespace,
     train: Callable[[argparse.Namespace], dict[str, Any]],
-    told: Callable[[dict[str, Any]], Iterable[str]],
-) -> None:
-    """Train, print the lines that are ``told`` of the result, and write it beside the checkpoint."""
-    with using("stock"):  # our kernels have no gradients
-        result = train(args)
+    summary: Callable[[dict[str, Any]], Iterable[str]],
+) -> int:
+    """Train, print a summary and one JSON line, and write ``training.json`` beside the checkpoint.
+
+    args: of the command line.
+    train: trains, saves the checkpoint and returns facts.
+    summary: turns these into lines.
+    Returns the exit status: 0, or 2 after a line on stderr where the training cannot run.
+    """
+    try:
+        with using("stock"):  # our kernels have no gradients
+            result = train(args)
+    except MlxSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if not first_process():
-        return
-    for line in told(result):
+        return 0
+    for line in summary(result):
         print(line)
     arguments = {name: str(value) for name, value in vars(args).items()}
     Path(args.out, "training.json").write_text(json.dumps({"arguments": arguments, **result}, indent=1) + "\n")
     print(json.dumps({"arguments": arguments, **result}))
+    return 0
 
 
 def learn(
@@ -100,22 +128,28 @@ def learn(
 ) -> tuple[History, dict[str, dict[str, Any]]]:
     """Train a drafter's modules, which are bfloat16 afterwards.
 
-    loss: of a batch's tokens, lengths and first reply tokens, of what ``see`` returned and of what ``draw`` did.
-
-    Returns (step, seconds, loss) of some steps, and how each module is to be packed.
+    args: of the command line.
+    model: the modules.
+    see: runs the target.
+    loss: takes tokens, lengths and first reply tokens of a batch, then what ``see`` and ``draw`` returned.
+    replies: to train on.
+    draw: what each step needs besides its batch.
+    Returns the history, and the quantization of each quantised module by its path.
+    Raises RequestError where the replies are too few.
     """
+    check_enough(replies, args.batch_size, args.max_length)
     optimizer = make_optimizer()
     optimizer.init(model.trainable_parameters())
-    packed = quantization(model, args)
-    step = make_step(model, loss, optimizer, packed)
+    quantized = quantization(model, args)
+    step = make_step(model, loss, optimizer, quantized)
     history = fit(args, model, step, optimizer, replies, mx.compile(see), draw)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
-    return history, packed
+    return history, quantized
 
 
 def facts(history: History, started: float, replies: Replies, model: nn.Module) -> dict[str, Any]:
-    """Return what a model card says of any training that ``started`` then, by ``time.perf_counter``."""
+    """Return the facts about a training that its model card needs; ``started`` is of ``time.perf_counter``."""
     return {
         "steps": history[-1][0],
         "seconds": round(time.perf_counter() - started, 1),
@@ -126,14 +160,16 @@ def facts(history: History, started: float, replies: Replies, model: nn.Module) 
     }
 
 
-def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
-    """Return the weights as they will be computed with: rounded to what quantization keeps, gradients passing through.
+def shipped_weights(weights: Any, quantized: dict[str, dict[str, Any]]) -> Any:
+    """Return the weights rounded to their quantised values, with gradients as if they were not rounded.
 
-    Codebooks stay in float32, so that the gradients of frequent tokens, sums over many rows, are not rounded away.
+    weights: tree of parameters in float32.
+    quantized: the quantization of each quantised module by its path.
+    Codebooks stay in float32, so that small updates of frequent tokens are not lost to rounding.
     """
 
     def ship(path: str, weight: mx.array) -> mx.array:
-        how, weight = packed.get(path.removesuffix(".weight")), weight.astype(mx.float32)
+        how, weight = quantized.get(path.removesuffix(".weight")), weight.astype(mx.float32)
         if how is not None:
             kept = mx.dequantize(*mx.quantize(mx.stop_gradient(weight).astype(mx.bfloat16), **how), **how)
             weight = weight + mx.stop_gradient(kept - weight)
@@ -143,16 +179,19 @@ def shipped_weights(weights: Any, packed: dict[str, dict[str, Any]]) -> Any:
 
 
 def make_step(
-    model: nn.Module, loss: Callable[..., mx.array], optimizer: Any, packed: dict[str, dict[str, Any]]
+    model: nn.Module, loss: Callable[..., mx.array], optimizer: Any, quantized: dict[str, dict[str, Any]]
 ) -> Callable[..., mx.array]:
-    """Return the compiled training step of a drafter: what ``loss`` takes, to the loss before the step.
+    """Return the compiled training step, which takes what ``loss`` takes and returns its value before the step.
 
-    ``loss`` runs the drafter's modules, which hold their weights as they will be computed with.
+    model: the drafter's modules; while ``loss`` runs, their weights are rounded to their quantised values.
+    loss: returns a scalar.
+    optimizer: of the modules.
+    quantized: the quantization of each quantised module by its path.
     """
     group = processes()
 
     def shipped_loss(weights: Any, *inputs: mx.array) -> mx.array:
-        model.update(shipped_weights(weights, packed))
+        model.update(shipped_weights(weights, quantized))
         return loss(*inputs)
 
     state = [model.state, optimizer.state, mx.random.state]
@@ -171,14 +210,14 @@ def make_step(
 
 
 def processes() -> mx.distributed.Group | None:
-    """Return the processes that ``mlx.launch`` started, or None if it did not start this one."""
+    """Return the group of processes that ``mlx.launch`` started, or None where it did not start this one."""
     if "MLX_RANK" not in os.environ:
         return None
     return mx.distributed.init(backend="nccl" if mx.cuda.is_available() else "any")
 
 
 def first_process() -> bool:
-    """Whether this process is the one that writes files."""
+    """Return whether this process is the one that prints and writes files."""
     group = processes()
     return group is None or group.rank() == 0
 
@@ -201,11 +240,14 @@ def fit(
     see: See,
     draw: Draw,
 ) -> History:
-    """Run the steps and return (step, seconds, loss) every 100 of them.
+    """Run the steps; return the history of every 100th step.
 
-    Ctrl-C ends early, keeping the weights; before the first step it raises SystemExit. An error of the device, as
-    when its memory is full, ends early with the weights of the last step that is known to have ended, or is raised
-    where there is none.
+    args: of the command line.
+    model, step, optimizer: see ``make_step``.
+    replies, see, draw: see ``learn``.
+    Ctrl-C ends the training early, with the weights that there are; before the first step it raises SystemExit. An
+    error of the device, as when its memory is full, ends it early with the weights of the last step that certainly
+    ended, and is raised where there is none.
     """
     group = processes()
     rng = np.random.default_rng([args.seed, 0 if group is None else group.rank()])
@@ -226,7 +268,7 @@ def fit(
                 before = model.trainable_parameters()
                 last, value = value, step(*batch.arrays, *seen, *draw(batch, rng))
                 mx.async_eval(value)
-                # While a step runs, the next is prepared.
+                # Reading the loss of the step before lets this step run while the next one is prepared.
                 loss = float((last if done < steps else value).item())
                 finished = before
                 bar.update()
@@ -250,7 +292,7 @@ def fit(
 
 
 def agreed(steps: int) -> int:
-    """Return the mean of what all processes of a run take for its length."""
+    """Return the mean of the number of steps that each process computed for the run."""
     group = processes()
     if group is None:
         return steps
@@ -260,7 +302,10 @@ def agreed(steps: int) -> int:
 def seen_batches(
     args: argparse.Namespace, replies: Replies, see: See, rng: np.random.Generator
 ) -> Iterator[tuple[Batch, tuple[mx.array, ...]]]:
-    """Yield batches for ever with what the target shows of them, of ``args.keep`` at a time several times."""
+    """Yield batches for ever with the target's outputs for them.
+
+    With ``args.keep``, as many batches are kept, drawn at random, and replaced after KEPT_USES uses on average.
+    """
 
     def fresh() -> Iterator[tuple[Batch, tuple[mx.array, ...]]]:
         for batch in batches(replies, args.batch_size, args.max_length, rng):
@@ -281,7 +326,7 @@ def seen_batches(
 
 
 def schedule(peak: float, step: int, steps: int) -> mx.array:
-    """Return the rate of step 1 ff.: linear warm-up over 3 % of the steps, then a cosine to zero."""
+    """Return the learning rate of step 1, 2, ...: linear warm-up over 3 % of the steps, then a cosine to zero."""
     warm = max(1, int(0.03 * steps))
     if step <= warm:
         return mx.array(peak * step / warm)

@@ -1,15 +1,18 @@
 """Let a target write replies to prompts, many at a time: the training data of its drafters.
 
-All rows of a batch stand at the same position, so the caches need neither padding nor masks: the rows start
-together behind the shortest prompt of the batch, and a row whose prompt is longer is fed its own tokens until the
-prompt ends. Prompts are batched by length, so few steps go into that.
+Ctrl-C, SIGTERM and --time-limit end the run early and save the replies that are complete. Needs a GPU, of Apple or
+NVIDIA: a CPU is enough for tiny models only.
 """
 
 import argparse
 import json
 import random
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,15 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, load
 from tqdm import tqdm
 
-from mlx_spec.errors import UnsupportedModel
+from mlx_spec.checkpoints.hub import resolve
+from mlx_spec.cli.bench import read_prompts
+from mlx_spec.errors import MlxSpecError, UnsupportedModel
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
-# Steps between two looks at the tokens: a host sync each, and so many steps at most are wasted on finished rows.
+# Steps between reads of the tokens, which synchronise with the host; as many are wasted on a finished row.
 CHUNK = 16
-# Batches shrink to multiples of this, so that few shapes occur (a GPU plans its kernels for every shape anew).
+# Batches shrink to multiples of this, so that few shapes occur: a GPU plans its kernels for each shape.
 ROW_MULTIPLE = 64
 SHRINK_BELOW = 0.75
 
@@ -37,7 +42,13 @@ TOP_P_RANGE = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How replies are written: `temp` and `top_p` hold for the sampled rows."""
+    """How replies are written.
+
+    max_tokens: longest reply.
+    eos_ids: tokens that end a reply.
+    temp, top_p: of sampled replies.
+    deadline: when to stop, by ``time.monotonic``.
+    """
 
     max_tokens: int
     eos_ids: frozenset[int]
@@ -48,20 +59,24 @@ class Settings:
 
 @dataclass
 class Replies:
-    """The replies so far: prompt number to reply ids, with the end-of-sequence token if it was reached."""
+    """The replies so far.
+
+    by_prompt: number of the prompt to ids of the reply, with the end-of-sequence token where it was reached.
+    """
 
     by_prompt: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """How many reply tokens there are."""
+        """The number of reply tokens."""
         return sum(map(len, self.by_prompt.values()))
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Set all but the smallest set of tokens that holds `top_p` of the probability to -inf.
+    """Return log probabilities with -inf outside the smallest set of tokens with probability ``top_p``.
 
-    logprobs: [B, V], normalised. Bisects for the threshold: sorting the vocabulary costs more than a step.
+    logprobs: [B, V], normalised.
+    The threshold is found by bisection, because sorting the vocabulary costs more than a step.
     """
     high = logprobs.max(axis=-1, keepdims=True)
     low = high - TOP_P_RANGE
@@ -75,7 +90,7 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def next_tokens(logits: mx.array, num_greedy: int, settings: Settings) -> mx.array:
-    """SampleDraft a token for every row of logits [B, V]: the first `num_greedy` rows take the argmax."""
+    """Return a token [B] int32 for each row of logits [B, V]: the first ``num_greedy`` greedy, others sampled."""
     chosen = []
     if num_greedy:
         chosen.append(mx.argmax(logits[:num_greedy], axis=-1))
@@ -88,9 +103,21 @@ def next_tokens(logits: mx.array, num_greedy: int, settings: Settings) -> mx.arr
 
 
 class Batch:
-    """Rows that are decoded together: greedy ones first."""
+    """Rows that are decoded together, greedy ones first.
+
+    All rows are at the same position, so that caches need neither padding nor masks: they start together at the
+    end of the shortest prompt, and a row with a longer prompt reads its own tokens until that ends. Prompts are
+    batched by length, so that this takes few steps.
+    """
 
     def __init__(self, model: nn.Module, numbers: Sequence[int], prompts: Sequence[list[int]], num_greedy: int):
+        """Prefill what all prompts reach.
+
+        model: of mlx-lm.
+        numbers: of the prompts.
+        prompts: their ids.
+        num_greedy: how many are answered greedily.
+        """
         self.model = model
         self.numbers = np.array(numbers)
         self.lengths = np.array([len(p) for p in prompts])
@@ -105,14 +132,14 @@ class Batch:
         self.last = self.forced[:, self.position - 1]
         if self.position > 1:
             self.model(self.forced[:, : self.position - 1], cache=self.caches)
-            # The logits are not evaluated, and so never computed.
+            # The logits are not evaluated, so they are never computed.
             mx.eval([cache.state for cache in self.caches])
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def step(self, settings: Settings) -> mx.array:
-        """Put the tokens at the next position, [B], on their way to be computed."""
+        """Begin to compute the tokens at the next position, and return them: [B] int32."""
         logits = self.model(self.last[:, None], cache=self.caches)[:, -1]
         tokens = next_tokens(logits, self.num_greedy, settings)
         if self.position < self.forced.shape[1]:
@@ -127,11 +154,11 @@ class Batch:
         """Decode CHUNK positions."""
         start = self.position
         columns = [self.step(settings) for _ in range(CHUNK)]
-        # The one host sync of a chunk.
+        # The only synchronisation with the host in a chunk.
         self.tokens = np.concatenate([self.tokens[:, :start], np.array(mx.stack(columns, axis=1))], axis=1)
 
     def collect(self, settings: Settings) -> dict[int, list[int]]:
-        """Mark the rows that are done, and return their replies."""
+        """Mark the rows that are finished, and return their replies by number of the prompt."""
         tokens = self.tokens[:, : self.position]
         in_reply = np.arange(self.position) >= self.lengths[:, None]
         is_end = np.isin(tokens, list(settings.eos_ids)) & in_reply
@@ -142,7 +169,7 @@ class Batch:
         return {int(self.numbers[row]): tokens[row, self.lengths[row] : stops[row]].tolist() for row in done}
 
     def shrink(self) -> None:
-        """Drop finished rows once that makes the batch a good deal smaller."""
+        """Drop finished rows where that makes the batch at least a quarter smaller."""
         alive = np.flatnonzero(~self.finished)
         size = -(-len(alive) // ROW_MULTIPLE) * ROW_MULTIPLE
         if not len(alive) or size > SHRINK_BELOW * len(self):
@@ -161,7 +188,7 @@ class Batch:
 
 
 def plain_caches(model: nn.Module) -> list[KVCache]:
-    """The model's empty caches; raise UnsupportedModel if one is not a plain KVCache."""
+    """Return the model's empty caches. Raises UnsupportedModel where one is not a plain KVCache."""
     caches = make_prompt_cache(model)
     others = sorted({type(cache).__name__ for cache in caches} - {KVCache.__name__})
     if others:
@@ -173,9 +200,12 @@ def plain_caches(model: nn.Module) -> list[KVCache]:
 
 
 def make_batches(prompts: Sequence[list[int]], greedy: np.ndarray, size: int, seed: int) -> list[list[int]]:
-    """Prompt numbers in batches of similar length, greedy ones first in each, the batches in random order.
+    """Return prompt numbers in batches of prompts of similar length, greedy ones first in each.
 
-    The random order keeps the mixture of lengths when a time limit ends the run early.
+    prompts: their ids.
+    greedy: bool, of each prompt.
+    size: prompts of a batch.
+    seed: of the batches' random order, which keeps the mixture of lengths where a run ends early.
     """
     by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     batches = [by_length[start : start + size] for start in range(0, len(by_length), size)]
@@ -184,14 +214,14 @@ def make_batches(prompts: Sequence[list[int]], greedy: np.ndarray, size: int, se
 
 
 def choose_greedy(count: int, share: float, seed: int) -> np.ndarray:
-    """Which of `count` prompts are answered greedily: a random `share` of them."""
+    """Return which of ``count`` prompts are answered greedily, a random ``share`` of them: bool [count]."""
     greedy = np.zeros(count, bool)
     greedy[np.random.default_rng(seed).permutation(count)[: round(share * count)]] = True
     return greedy
 
 
 def write_batch(batch: Batch, settings: Settings) -> Iterator[dict[int, list[int]]]:
-    """Decode a batch to its end or to the deadline, yielding replies as they are completed."""
+    """Decode a batch to its end or to the deadline; yield replies when they are complete."""
     while not batch.finished.all() and time.monotonic() < settings.deadline:
         batch.advance(settings)
         yield batch.collect(settings)
@@ -205,9 +235,16 @@ def write_replies(
     batches: Sequence[Sequence[int]],
     settings: Settings,
 ) -> Replies:
-    """Write a reply to every prompt of `batches`; on the deadline or Ctrl-C return those that are complete."""
+    """Write a reply to every prompt; after the deadline, Ctrl-C or SIGTERM return those that are complete.
+
+    model: of mlx-lm.
+    prompts: their ids.
+    greedy: bool, of each prompt.
+    batches: numbers of prompts, greedy ones first in each batch.
+    settings: see there.
+    """
     replies = Replies()
-    with tqdm(total=len(prompts), unit="reply", smoothing=0.05) as bar:
+    with sigterm_interrupts(), tqdm(total=len(prompts), unit="reply", smoothing=0.05) as bar:
         try:
             for numbers in batches:
                 if time.monotonic() >= settings.deadline:
@@ -217,12 +254,25 @@ def write_replies(
                     replies.by_prompt.update(done)
                     bar.update(len(done))
         except KeyboardInterrupt:
-            bar.write("Stopped: writing the replies that are complete.")
+            bar.write("Stopped: saving the replies that are complete.")
     return replies
 
 
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does. Signals can be handled in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def chat_text(tokenizer: Any, item: dict[str, Any]) -> str:
-    """A prompt in the chat template, up to where the reply begins."""
+    """Return a prompt in the chat template, up to where the reply begins."""
     messages = [{"role": "user", "content": item["prompt"]}]
     if item.get("system"):
         messages.insert(0, {"role": "system", "content": item["system"]})
@@ -230,7 +280,7 @@ def chat_text(tokenizer: Any, item: dict[str, Any]) -> str:
 
 
 def encode(tokenizer: Any, items: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The ids of all prompts, encoded in parallel."""
+    """Return the ids of all prompts, encoded in parallel."""
     texts = [chat_text(tokenizer, item) for item in items]
     return [e.ids for e in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
 
@@ -238,7 +288,14 @@ def encode(tokenizer: Any, items: Sequence[dict[str, Any]]) -> list[list[int]]:
 def save_replies(
     path: Path, items: Sequence[dict[str, Any]], prompts: Sequence[list[int]], greedy: np.ndarray, replies: Replies
 ) -> None:
-    """Write the prompts that have a reply, in their order in the prompt file, as one .npz."""
+    """Write prompts with their replies as one .npz file, see ``train_data.Replies``.
+
+    path: to write.
+    items: the prompts, as in the prompt file.
+    prompts: their ids.
+    greedy: bool, of each prompt.
+    replies: those that are complete; other prompts are left out.
+    """
     numbers = sorted(replies.by_prompt)
     rows = [prompts[n] + replies.by_prompt[n] for n in numbers]
     kinds = sorted({item["kind"] for item in items})
@@ -256,12 +313,13 @@ def save_replies(
 
 
 def load_target(name: str, dtype: str | None) -> tuple[nn.Module, Any]:
-    """Load a model and tokenizer with mlx-lm; `demo` is the demo model; `dtype` dequantises and converts."""
-    if name == "demo":
-        from mlx_spec.demo.model import demo_model_folder
+    """Load a model and its tokenizer with mlx-lm.
 
-        name = str(demo_model_folder())
-    model, tokenizer = load(name)[:2]
+    name: "demo", a folder or a Hugging Face repo.
+    dtype: a key of DTYPES, to dequantise and convert to; None for the weights as they are stored.
+    Raises ModelError where there is no such model.
+    """
+    model, tokenizer = load(str(resolve(name)))[:2]
     if dtype is not None:
         model = dequantize_model(model)
         model.set_dtype(DTYPES[dtype])
@@ -269,14 +327,8 @@ def load_target(name: str, dtype: str | None) -> tuple[nn.Module, Any]:
     return model, tokenizer
 
 
-def read_items(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    """The first `limit` lines of a prompt file."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines][:limit]
-
-
 def print_table(items: Sequence[dict[str, Any]], replies: Replies, eos_ids: frozenset[int]) -> None:
-    """Print replies, mean length and the share that ended by itself for each kind of prompt."""
+    """Print for each kind of prompt the replies, their mean length and the share that ended before the limit."""
     print(f"{'kind':<14} {'replies':>8} {'mean tokens':>12} {'ended':>7}")
     for kind in sorted({item["kind"] for item in items}):
         own = [reply for number, reply in replies.by_prompt.items() if items[number]["kind"] == kind]
@@ -286,31 +338,45 @@ def print_table(items: Sequence[dict[str, Any]], replies: Replies, eos_ids: froz
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Describe the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.write_replies", description=__doc__)
-    parser.add_argument("--model", required=True, help="folder or Hugging Face name; `demo` for the demo model")
+    parser.add_argument("--model", required=True, help="demo, a folder or a Hugging Face repo")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt, kind, system")
     parser.add_argument("--out", type=Path, required=True, help=".npz file to write")
     parser.add_argument("--max-tokens", type=int, default=224, help="longest reply (default 224)")
-    parser.add_argument("--batch-size", type=int, default=512, help="rows decoded together (default 512)")
+    parser.add_argument("--batch-size", type=int, default=512, help="replies written together (default 512)")
     parser.add_argument("--greedy-share", type=float, default=0.5, help="share of greedy replies (default 0.5)")
     parser.add_argument("--temp", type=float, default=0.8, help="temperature of the others (default 0.8)")
     parser.add_argument(
-        "--top-p", type=float, default=0.95, help="nucleus of the others; 1 for all (default 0.95)"
+        "--top-p", type=float, default=0.95, help="nucleus sampling of the others; 1 for all tokens (default 0.95)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and of the order (default 0)")
-    parser.add_argument("--limit", type=int, help="use only the first so many prompts")
-    parser.add_argument("--time-limit", type=float, help="stop writing after so many seconds, the start left out")
+    parser.add_argument("--limit", type=int, help="number of prompts to use, from the first on (default: all)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        help="seconds of writing, loading not included, after which complete replies are saved (default: none)",
+    )
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), help="dequantise and convert the weights (default: as they are stored)"
     )
     return parser
 
 
-def main() -> None:
-    """Load, write replies, save them, and print a table, then one JSON line."""
+def main() -> int:
+    """Run the command; exit status 2 where it cannot run."""
     args = setup_arg_parser().parse_args()
-    items = read_items(args.prompts, args.limit)
+    try:
+        run(args)
+    except MlxSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write replies and save them; print a table, then one JSON line."""
+    items = read_prompts(args.prompts, None)[: args.limit]
     model, tokenizer = load_target(args.model, args.dtype)
     prompts = encode(tokenizer, items)
     greedy = choose_greedy(len(items), args.greedy_share, args.seed)
@@ -339,4 +405,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

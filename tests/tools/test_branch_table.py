@@ -1,4 +1,4 @@
-"""The branch table on a tiny model: every lane runs, texts are compared, and what it prints."""
+"""The branch table on a tiny model: every run is timed, texts are compared, and results are printed."""
 
 import json
 import sys
@@ -27,33 +27,33 @@ def run(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> int:
     return branch_table.main()
 
 
-def test_every_lane_is_timed_and_every_text_compared(
+def test_every_run_is_timed_and_every_text_compared(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, [*folders, "--branches", "1", "3", "--draft-tokens", "2", "--json"]) == 0
+    assert run(monkeypatch, [*folders, "--branches", "1", "3", "--num-draft-tokens", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["prefix"] <= 70
     assert result["equal_texts"] == {"plain": 3, "drafted": 3}
     assert result["texts"] == 3
     for count in ("1", "3"):
-        assert all(result["rows"][count][lane]["tokens_per_second"] > 0 for lane in branch_table.LANES)
+        assert all(result["rows"][count][name]["tokens_per_second"] > 0 for name in branch_table.RUNS)
     pages = [result["rows"][count]["plain"]["pages"] for count in ("1", "3")]
     assert result["added_pages"] == (pages[1] - pages[0]) / 2 <= 2
-    assert set(result["added_mb"]) == set(branch_table.LANES)
+    assert set(result["added_mb"]) == set(branch_table.RUNS)
 
 
-def test_the_table_is_for_people(
+def test_the_table_as_text(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, ["--model", "no folder"]) == 2
-    assert capsys.readouterr().out.startswith("error: 'no folder' is neither a folder nor")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 'no folder' is neither a folder nor")
     assert run(monkeypatch, [*folders[:2], "--drafter", "none", "--branches", "2"]) == 0
-    assert "texts of drafted" not in capsys.readouterr().out
+    assert "drafted branches" not in capsys.readouterr().out
     assert run(monkeypatch, [*folders, "--branches", "1", "2", "--temp", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "tokens/s of all branches together" in lines
     assert [line.split()[0] for line in lines if line[:1].isdigit()] == ["1", "2"]
-    assert lines[-1] == "texts of drafted branches equal to those alone, undrafted: 2 of 2"
+    assert lines[-1] == "drafted branches equal to the same branch alone, without drafts: 2 of 2"
 
 
 def test_a_text_that_differs_is_a_failure(
@@ -61,4 +61,4 @@ def test_a_text_that_differs_is_a_failure(
 ) -> None:
     monkeypatch.setattr(branch_table, "alone_text", lambda engine, request, seed: [seed])
     assert run(monkeypatch, [*folders, "--branches", "1"]) == 1
-    assert "equal to those alone, undrafted: 0 of 1" in capsys.readouterr().out
+    assert "equal to the same branch alone, without drafts: 0 of 1" in capsys.readouterr().out

@@ -35,13 +35,13 @@ def formula(
     selector: dict[str, np.ndarray],
     frozen: Frozen,
     k: int,
-    places: tuple[np.ndarray, ...],
+    blocks: tuple[np.ndarray, ...],
     hidden: np.ndarray,
     final_hidden: np.ndarray,
     hard: float,
 ) -> float:
     """Walk over every draft of every block: cross entropy of all logits, and of the k candidates' scores."""
-    tokens, lengths, anchors, rows = places
+    tokens, lengths, anchors, rows = blocks
     head, index = np.array(frozen.head, np.float64), np.array(frozen.draft_index)
     total = weight = 0.0
     for n, a in np.ndindex(anchors.shape):
@@ -99,12 +99,12 @@ def test_the_loss_is_the_formula() -> None:
         "successor": selector.successor_codebook.weight,
         "hidden": selector.hidden_projection.weight,
     }
-    places = tuple(np.array(part) for part in (tokens, lengths, anchors, rows))
+    blocks = tuple(np.array(part) for part in (tokens, lengths, anchors, rows))
     wanted = formula(
         {name: np.array(weight, np.float64) for name, weight in weights.items()},
         frozen,
         config.selector_top_k,
-        places,
+        blocks,
         np.array(hidden, np.float64),
         np.array(final_hidden, np.float64),
         hard=0.3,
@@ -116,12 +116,12 @@ def test_the_normaliser_has_the_value_and_the_gradient_of_logsumexp() -> None:
     mx.random.seed(4)
     frozen, hidden = frozen_target(32), mx.random.normal((3, 5, 32))
 
-    def short_way(hidden: mx.array) -> mx.array:
+    def without_logits(hidden: mx.array) -> mx.array:
         return mx.sum(mx.arange(5) * dflash2.log_normaliser(frozen, hidden, frozen.score(hidden)))
 
     def plain(hidden: mx.array) -> mx.array:
         return mx.sum(mx.arange(5) * mx.logsumexp(frozen.score(hidden), axis=-1))
 
-    (value, gradient), (wanted, reference) = (mx.value_and_grad(f)(hidden) for f in (short_way, plain))
+    (value, gradient), (wanted, reference) = (mx.value_and_grad(f)(hidden) for f in (without_logits, plain))
     np.testing.assert_allclose(value.item(), wanted.item(), rtol=1e-6)
     np.testing.assert_allclose(np.array(gradient), np.array(reference), atol=2e-5)

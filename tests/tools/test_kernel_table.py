@@ -33,14 +33,14 @@ def test_a_model_is_timed_both_ways_and_its_rows_compared(
     kernel_table.main()
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["equal_rows"] == list(range(1, 17))
-    for lane in ("stock_ms", "our_ms"):
-        assert set(result[lane]) == {"1", "3"} and min(result[lane].values()) > 0
+    for key in ("stock_ms", "our_ms"):
+        assert set(result[key]) == {"1", "3"} and min(result[key].values()) > 0
     assert set(result["rounds"]) == {"50", "100"}
     assert all(each["ms"] > 0 and each["extra_mb"] > 0 for each in result["rounds"].values())
 
 
-def test_a_recurrent_cache_is_taken_back() -> None:
-    """A timed pass of mlx-lm must find the context that the one before it found."""
+def test_a_recurrent_cache_is_rewound() -> None:
+    """Each timed pass of mlx-lm must start from the same cache."""
     model, tokens = tiny_model("qwen3_5"), mx.array([[5, 6, 7]])
     cache = make_prompt_cache(model)
     model(mx.array([[1, 2, 3, 4]]), cache=cache)
@@ -51,7 +51,7 @@ def test_a_recurrent_cache_is_taken_back() -> None:
     assert mx.array_equal(model(tokens, cache=cache), first)
 
 
-def test_random_packed_weights_are_spread_around_zero() -> None:
+def test_random_quantised_weights_are_distributed_around_zero() -> None:
     """In 4 and 3 bits: as wide as weights that keep rows near unit size."""
     for bits in (3, 4):
         model, _ = random_models.random_model("SmolLM2-135M", bits, 64, layers=1)

@@ -9,7 +9,7 @@ from tools.muon import Muon
 
 
 def test_steps_are_those_of_mlx() -> None:
-    """Wide and tall matrices, several of one shape, over steps whose momentum goes on."""
+    """Wide and tall matrices, several of one shape, over several steps."""
     mx.random.seed(0)
     start = {
         "layers": [{"a": mx.random.normal((12, 20)), "b": mx.random.normal((20, 12))} for _ in range(3)],

@@ -44,7 +44,7 @@ def test_split_shares_neither_text_nor_group():
     assert not train_groups & {g for p in held_out for g in p.groups}
 
 
-def test_a_prompt_with_one_held_out_topic_goes_nowhere():
+def test_a_prompt_with_only_one_held_out_topic_is_dropped():
     groups = [f"topic {n}" for n in range(1000)]
     out = next(g for g in groups if tool.is_held_out(g, 0))
     kept = next(g for g in groups if not tool.is_held_out(g, 0))

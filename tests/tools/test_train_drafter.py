@@ -1,4 +1,4 @@
-"""Training runs the modules that are shipped: same forward, and a checkpoint that loads and drafts."""
+"""Training a DFlash 2 drafter: the forward pass of decoding, and a checkpoint that loads and drafts."""
 
 import argparse
 import json
@@ -77,8 +77,8 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
             alone = block(drafter, state, prefix[-1], count)
             np.testing.assert_allclose(np.array(hidden[n, a, :count]), np.array(alone), atol=2e-4)
             if n == a == 0:
-                proposal = propose(drafter, state, prefix[-1], 7, lambda at, ids, s: (ids[mx.argmax(s)], None))
-                assert proposal.tokens.tolist() == paths[0].tolist()
+                draft = propose(drafter, state, prefix[-1], 7, lambda at, ids, s: (ids[mx.argmax(s)], None))
+                assert draft.tokens.tolist() == paths[0].tolist()
 
 
 def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
@@ -90,19 +90,8 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     path = tmp_path / "replies.npz"
     replies = random_replies()
     np.savez(path, **vars(replies))
-    common = [
-        "--replies",
-        str(path),
-        "--heldout",
-        str(path),
-        "--draft-vocab",
-        "32",
-        "--hard",
-        "1",
-        "--layers",
-        "2",
-    ]
-    sizes = ["--batch-size", "8", "--anchors", "4", "--max-length", "64", "--selector-rank", "8"]
+    common = ["--replies", str(path), "--heldout", str(path), "--draft-vocab", "32", "--hard", "1"]
+    sizes = ["--layers", "2", "--batch-size", "8", "--anchors", "4", "--max-length", "64", "--selector-rank", "8"]
     parser = train_drafter.setup_arg_parser()
 
     def run(*more: str) -> tuple[argparse.Namespace, dict]:
@@ -128,12 +117,12 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         drafter.target_layer_ids,
         on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
-    choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = propose(drafter, state, int(replies.tokens[20]), 7, choose).tokens.tolist()
+    greedy = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
+    drafted = propose(drafter, state, int(replies.tokens[20]), 7, greedy).tokens.tolist()
     assert set(drafted) <= set(config["dflash_config"]["draft_token_ids"])
 
 
-def test_batches_have_three_shapes_and_as_many_places() -> None:
+def test_batches_have_three_shapes_and_as_many_positions() -> None:
     parts = [random_replies(40, length, seed=length) for length in (20, 44, 60)]
     lengths = np.concatenate([part.lengths for part in parts])
     replies = Replies(
@@ -148,8 +137,8 @@ def test_batches_have_three_shapes_and_as_many_places() -> None:
     assert all((batch.firsts == 8).all() for batch in found)
 
 
-def test_anchors_lie_in_the_reply_and_prefer_what_surprised_the_target() -> None:
-    """A target that is sure of token 5 everywhere: of the tokens that came, half are 5."""
+def test_anchors_lie_in_the_reply_and_prefer_improbable_tokens() -> None:
+    """A target that gives token 5 probability 1 everywhere; half of the tokens are 5."""
     head = mx.zeros((8, 4))
     head[5, 0] = 9.0
     ids = list(range(8))
@@ -175,26 +164,26 @@ def test_best_tokens_are_the_largest() -> None:
         assert (found == np.sort(np.argsort(part)[:, -16:])).all()
 
 
-def test_decoding_starts_each_round_behind_the_one_before() -> None:
+def test_decoding_starts_each_round_after_the_one_before() -> None:
     assert train_drafter.decoding_rounds(np.array([2, 7, 7, 0, 1, 5])) == [0, 3, 4]
 
 
-def test_trained_weights_are_the_packed_ones_and_gradients_pass() -> None:
+def test_trained_weights_are_the_quantised_ones_and_gradients_pass() -> None:
     args = train_drafter.setup_arg_parser().parse_args(["--replies", "r", "--heldout", "h", "--out", "o"])
     model = DraftModel(read_config(dflash2_config(**FULL, hidden_size=64, selector_rank=64), "tiny"))
-    packed = quantization(model, args)
-    assert {how["bits"] for path, how in packed.items() if path.endswith("codebook")} == {3}
+    quantized = quantization(model, args)
+    assert {how["bits"] for path, how in quantized.items() if path.endswith("codebook")} == {3}
     weights = model.trainable_parameters()
-    shipped = dict(tree_flatten(training.shipped_weights(weights, packed)))
+    shipped = dict(tree_flatten(training.shipped_weights(weights, quantized)))
     model.set_dtype(mx.bfloat16)
-    nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
+    nn.quantize(model, class_predicate=lambda path, _: quantized.get(path, False))
     kept = plain_tensors(model)
-    assert len(packed) > 10
-    for path in packed:
+    assert len(quantized) > 10
+    for path in quantized:
         assert mx.array_equal(shipped[f"{path}.weight"].astype(mx.bfloat16), kept[f"{path}.weight"])
 
     def total(weights: Any) -> mx.array:
-        return mx.sum(training.shipped_weights(weights, packed)["fc"]["weight"] * 2)
+        return mx.sum(training.shipped_weights(weights, quantized)["fc"]["weight"] * 2)
 
     assert (mx.grad(total)(weights)["fc"]["weight"] == 2).all()
 

@@ -1,4 +1,4 @@
-"""Training an EAGLE head runs the modules that are shipped, and writes a checkpoint that loads and drafts."""
+"""Training an EAGLE head: the forward pass of decoding, and a checkpoint that loads and drafts."""
 
 import argparse
 import json
@@ -46,9 +46,8 @@ def test_the_training_forward_is_the_shipped_forward(
     head = EagleHead(config, spec, tensors.keys())
     head.load_weights([(n, v) for n, v in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")])
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))
-    hidden, aux_hidden_states = run_target(
-        target.model, tokens, tuple(tap for tap in spec.target_layer_ids if tap < 4) or (0,)
-    )
+    layer_ids = tuple(index for index in spec.target_layer_ids if index < 4) or (0,)
+    hidden, aux_hidden_states = run_target(target.model, tokens, layer_ids)
     aux_hidden_states = aux_hidden_states if version == 3 else hidden
     frozen = freeze_target(target.model, list(range(96)))
     anchors = every_anchor(tokens)
@@ -110,6 +109,6 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         drafter.target_layer_ids,
         on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
-    choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = propose(drafter, state, int(replies.tokens[20]), 2, choose).tokens.tolist()
+    greedy = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
+    drafted = propose(drafter, state, int(replies.tokens[20]), 2, greedy).tokens.tolist()
     assert drafted == replies.tokens[21:23].tolist()

@@ -1,4 +1,4 @@
-"""Training an MTP head runs the modules that are shipped: same forward, and a checkpoint that loads and drafts."""
+"""Training an MTP head: the forward pass of decoding, and a checkpoint that loads and drafts."""
 
 import argparse
 import json
@@ -55,27 +55,27 @@ def test_the_training_forward_is_the_shipped_forward(family: str, tmp_path: Path
                 np.testing.assert_allclose(logits[step, n, row][ids], scores, atol=2e-3)
 
 
-def test_drafts_stand_as_far_as_they_are_right() -> None:
-    """A head whose outputs are one-hot: what stands can be counted by hand."""
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
+    """A head whose outputs are one-hot, so that accepted drafts can be counted by hand."""
     tokens, lengths = mx.array([[3, 1, 4, 1, 5, 2, 0, 0]], dtype=mx.int32), mx.array([6])
     drafted = [[4, 1, 5, 2, 9, 9, 9], [1, 5, 9, 9, 9, 9, 9]]
     outputs = [mx.array(np.eye(10)[np.array([row])].astype(np.float32)) for row in drafted]
     ids = mx.arange(10)
     frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
     anchors = chain_loss.every_anchor(tokens)
-    stands = chain_loss.standing(outputs, frozen.score, frozen, tokens, lengths, anchors)
-    assert stands.tolist() == [[2, 2, 1, 1, 0, 0, 0]]
+    accepted = chain_loss.accepted_drafts(outputs, frozen.score, frozen, tokens, lengths, anchors)
+    assert accepted.tolist() == [[2, 2, 1, 1, 0, 0, 0]]
 
 
-def test_wrong_steps_weigh_less_and_what_lies_behind_the_end_nothing() -> None:
+def test_steps_after_a_wrong_one_weigh_less_and_steps_after_the_end_nothing() -> None:
     tokens = mx.array([[3, 1, 4, 1, 5, 2]], dtype=mx.int32)
     ids, hidden = mx.arange(10), mx.zeros((1, 6, 10))
     frozen = Frozen(mx.eye(10), mx.eye(10), ids, ids)
 
     def value(first: list[int], second: list[int], length: int = 6) -> float:
         outputs = [mx.array(9 * np.eye(10)[np.array([row])].astype(np.float32)) for row in (first, second)]
-        places = mx.array([length]), chain_loss.every_anchor(tokens)
-        return float(np.array(chain_loss.loss(outputs, frozen.score, frozen, tokens, *places, hidden, 1.0)))
+        chains_of = mx.array([length]), chain_loss.every_anchor(tokens)
+        return float(np.array(chain_loss.loss(outputs, frozen.score, frozen, tokens, *chains_of, hidden, 1.0)))
 
     right, second = [4, 1, 5, 2, 0], [1, 5, 2, 0, 0]
     assert value(right, second) < 0.01
@@ -120,6 +120,6 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         drafter.target_layer_ids,
         on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
-    choose = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = propose(drafter, state, int(replies.tokens[20]), 3, choose).tokens.tolist()
+    greedy = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
+    drafted = propose(drafter, state, int(replies.tokens[20]), 3, greedy).tokens.tolist()
     assert drafted == replies.tokens[21:24].tolist()

@@ -1,6 +1,8 @@
-"""Writing replies in batches: the same greedy ids as mlx-lm alone, and clean stops."""
+"""Writing replies in batches: greedy ids equal mlx-lm's, and an early end saves complete replies."""
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -34,7 +36,7 @@ CONFIG = dict(
     tie_word_embeddings=False,
 )
 MAX_TOKENS = 40
-# One end more than the tokenizer's, so that this model, which means nothing, ends some replies early and late.
+# One more than the tokenizer's, so that this random model ends some replies early.
 EOS_IDS = frozenset({1, 31})
 
 
@@ -133,7 +135,7 @@ def test_batches_hold_each_prompt_once_with_greedy_rows_first():
 
 
 def test_deadline_keeps_complete_replies(target, items, monkeypatch):
-    """A clock that moves on by one at each look: a few chunks, then the deadline."""
+    """With a clock that advances by one at each call: a few chunks, then the deadline."""
     ticks = iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
     prompts, _, replies = write(target, items, 1.0, deadline=6)
@@ -142,17 +144,19 @@ def test_deadline_keeps_complete_replies(target, items, monkeypatch):
         assert reply == greedy_alone(target[0], prompts[number])
 
 
-def test_interrupt_keeps_complete_replies(target, items, monkeypatch):
-    advance, calls = tool.Batch.advance, iter(range(1000))
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_keep_complete_replies(target, items, sent, monkeypatch):
+    advance, calls, before = tool.Batch.advance, iter(range(1000)), signal.getsignal(signal.SIGTERM)
 
     def interrupted(batch, settings):
         if next(calls) == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), sent)
         advance(batch, settings)
 
     monkeypatch.setattr(tool.Batch, "advance", interrupted)
     replies = write(target, items, 1.0)[2]
     assert 0 < len(replies.by_prompt) < len(items)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_other_caches_are_refused():
@@ -165,7 +169,7 @@ def test_other_caches_are_refused():
 
 def run_main(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["write_replies", *map(str, arguments)])
-    tool.main()
+    assert tool.main() == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""Run under ``mlx.launch``: steps of a small model, each process on inputs of its own. Each prints what it has."""
+"""Run under ``mlx.launch``: trains a small model, each process on inputs of its own, and prints its weights."""
 
 import json
 
@@ -23,13 +23,13 @@ class Small(nn.Module):
 
 
 def inputs(process: int) -> list[mx.array]:
-    """What a process gets at each step."""
+    """Return the inputs of a process, one for each step."""
     mx.random.seed(10 + process)
     return [mx.random.normal((4, 8)) for _ in range(STEPS)]
 
 
 def train(*batches: list[mx.array]) -> dict[str, list]:
-    """Take one step after the other, on the mean loss of all batches; return the weights."""
+    """Train on the mean loss of all batches; return the weights."""
     mx.random.seed(0)
     model, optimizer = Small(), make_optimizer()
     optimizer.init(model.trainable_parameters())
