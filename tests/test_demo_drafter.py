@@ -1,4 +1,4 @@
-"""The drafters that ship with the demo model: the text of plain decoding, and the official code's paths."""
+"""The drafters that ship with the demo model: lossless, and their drafts equal the official code's."""
 
 import json
 import sys
@@ -61,8 +61,8 @@ def chat(tokenizer: Any, prompt: str) -> list[int]:
     return tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
 
 
-def both_lanes(demo: tuple[Engine, Any], prompt: str, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Return the responses with the drafter and those of plain decoding."""
+def both_runs(demo: tuple[Engine, Any], prompt: str, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Return the responses of a speculative and of a plain run."""
     tokens = chat(demo[1], prompt)
     return (
         list(stream_generate(*demo, tokens, **options)),
@@ -71,8 +71,8 @@ def both_lanes(demo: tuple[Engine, Any], prompt: str, **options: Any) -> tuple[l
 
 
 def assert_same(demo: tuple[Engine, Any], prompt: str, **options: Any) -> None:
-    """Compare ids, texts and ends."""
-    drafted, plain = both_lanes(demo, prompt, **options)
+    """Compare ids, texts and finish reasons of both runs."""
+    drafted, plain = both_runs(demo, prompt, **options)
     assert [r.token for r in drafted] == [r.token for r in plain]
     assert "".join(r.text for r in drafted) == "".join(r.text for r in plain)
     assert drafted[-1].finish_reason == plain[-1].finish_reason
@@ -96,13 +96,13 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 def test_it_drafts_well_enough_to_help(demo: tuple[Engine, Any]) -> None:
-    """Untrained, or bound to wrong hidden states, it would have about 1.0."""
+    """Untrained, or with wrong hidden states, it would have an accepted length of about 1.0."""
     responses = list(stream_generate(*demo, chat(demo[1], PROMPTS[6]), max_tokens=40))
     assert responses[-1].statistics.accepted_length > 2.0
 
 
 def test_the_command_checks_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-p", PROMPTS[0], "-m", "8", "--draft-tokens", "7", "--check-rows", "--stats", "json"]
+    argv = ["-p", PROMPTS[0], "-m", "8", "--num-draft-tokens", "7", "--check-rows", "--stats", "json"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     stats = json.loads(out.splitlines()[-1])
@@ -120,12 +120,14 @@ def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt
 
 @pytest.mark.parametrize("folder", [DRAFTERS["mtp"], DRAFTERS["eagle"]], ids=lambda folder: folder.name)
 def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound to wrong hidden states, or wired wrongly, a head would have hardly more than 1.0."""
+    """With wrong hidden states, or wired wrongly, a head would have an accepted length of hardly more than 1.0."""
     monkeypatch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
-    monkeypatch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: pytest.fail("checked what ships"))
+    monkeypatch.setattr(
+        "mlx_spec.loading.load.check_wiring", lambda *_: pytest.fail("the wiring of a shipped drafter was checked")
+    )
     demo = load("demo", folder.name)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
-    drafted, plain = both_lanes(demo, PROMPTS[6], max_tokens=24, num_draft_tokens=3)
+    drafted, plain = both_runs(demo, PROMPTS[6], max_tokens=24, num_draft_tokens=3)
     assert [r.token for r in drafted] == [r.token for r in plain]
     assert drafted[-1].statistics.accepted_length > 2.0
     assert_same(demo, PROMPTS[1], max_tokens=10, **SAMPLED)
@@ -133,9 +135,9 @@ def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The drafter unpacked, in float32, over the whole vocabulary: what other programs load.
+    """The drafter dequantised, in float32, over the whole vocabulary: what other programs load.
 
-    PyPI dflash does not know draft_token_ids and scores every token.
+    PyPI's dflash does not read ``draft_token_ids``, and scores every token.
     """
     folder = tmp_path_factory.mktemp("drafter") / "plain"
     with pytest.MonkeyPatch.context() as patch:
@@ -156,10 +158,10 @@ def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, No
     return ids[mx.argmax(scores)], None
 
 
-def test_the_unpacked_checkpoint_drafts_alike_in_the_official_code(
+def test_the_dequantised_checkpoint_drafts_alike_in_the_official_code(
     plain_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rounds behind a real prompt, in float32: hidden states to rounding, and the same paths."""
+    """Three rounds after a real prompt, in float32: hidden states to rounding, and the same paths."""
     official_code = pytest.importorskip("dflash.model_mlx", reason="needs `pip install --no-deps dflash==0.1.0`")
     monkeypatch.setattr(official_code, "snapshot_download", lambda path, **_: path)
     folder = resolve("demo")
@@ -171,7 +173,7 @@ def test_the_unpacked_checkpoint_drafts_alike_in_the_official_code(
     ours = load_dflash2(plain_folder, target, "plain")
     _, tokenizer = load("demo", None)
     text = tokenizer.encode(PROMPTS[4] + " Buenos días. Count: one, two, three, four, five, six, seven.")
-    aux_hidden_states = target.forward([(target.open(), mx.array(text))], ours.aux_hidden_states).aux_hidden_states
+    aux_hidden_states = target.forward([(target.open(), mx.array(text))], ours.target_layer_ids).aux_hidden_states
     state, cache, mask = ours.open(), official.make_cache(), ours.config.mask_token_id
 
     paths, start = [], 0

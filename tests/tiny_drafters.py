@@ -12,7 +12,7 @@ from mlx_spec.drafters.dflash2.config import read_config
 
 
 def dflash2_config(**changes: Any) -> dict[str, Any]:
-    """A native DFlash 2 configuration for the tiny targets; ``changes`` go to the place where the key belongs."""
+    """Return a native DFlash 2 configuration for the tiny targets; ``changes`` go where their keys belong."""
     config: dict[str, Any] = dict(
         architectures=["DFlash2DraftModel"],
         model_type="qwen3",
@@ -62,7 +62,7 @@ DFLASH_KEYS = {
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
-    """Random tensors for a configuration, under the names of the published native layout."""
+    """Return random tensors for a configuration, under the names of the published native layout."""
     mx.random.seed(seed)
     tensors = {}
     for name, value in tree_flatten(DraftModel(read_config(config, "tiny")).parameters()):

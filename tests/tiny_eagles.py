@@ -12,10 +12,10 @@ from tiny_models import CONFIGS
 
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
-from mlx_spec.target.target import text_config
+from mlx_spec.target.families import text_config
 
 Tensors = dict[str, mx.array]
-# 40 of the 96 tokens, not evenly spread, so that offsets differ from one another.
+# 40 of the 96 tokens, unevenly distributed, so that offsets differ.
 DRAFT_IDS = sorted(np.random.default_rng(4).choice(96, 40, replace=False).tolist())
 PARTS = {
     "fc": "fc.weight",
@@ -30,7 +30,7 @@ PARTS = {
 
 
 def eagle_config(family: str = "llama", version: int = 3, **changes: Any) -> dict[str, Any]:
-    """A configuration as SafeAILab publishes it, for the tiny target of a family."""
+    """Return a configuration as SafeAILab publishes it, for the tiny target of a family."""
     target = text_config(CONFIGS[family])
     config = {
         "architectures": ["LlamaForCausalLMEagle3" if version == 3 else "LlamaForCausalLM"],
@@ -58,7 +58,13 @@ def eagle_tensors(
     dtype: mx.Dtype = mx.float32,
     layers: int = 4,
 ) -> Tensors:
-    """Return random tensors of a head, under our names. parts: see PARTS. layers: of the target."""
+    """Return random tensors of a head, under our names.
+
+    config: see ``eagle_config``.
+    version: of EAGLE, 1 or 3.
+    parts: keys of PARTS that the head has.
+    layers: of the target.
+    """
     mx.random.seed(seed)
     sizes, spec = read_head_config(config, "tiny"), read_spec(config, version == 3, layers, "tiny")
     head = EagleHead(sizes, spec, {PARTS[part] for part in parts})
@@ -73,7 +79,7 @@ def eagle_tensors(
 
 
 def vocabulary(ids: list[int], size: int) -> Tensors:
-    """The offsets and the mask of a draft vocabulary."""
+    """Return the offsets and the mask of a draft vocabulary."""
     marked = np.zeros(size, dtype=bool)
     marked[ids] = True
     return {"d2t": mx.array(np.array(ids) - np.arange(len(ids))), "t2d": mx.array(marked)}

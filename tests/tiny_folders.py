@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% if not loop.last or add_generation_prompt %}|{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}a:{{ opening | default('') }}{% endif %}"
 )
-# Tokens that a greedy text consists of: printable ASCII, so that a random model's text is no broken UTF-8.
+# Tokens that a greedy text can contain: printable ASCII, so that a random model's text is valid UTF-8.
 PRINTABLE = [i for i, token in enumerate(TOKENS) if i >= len(SPECIAL) and token.isascii()]
 
 

@@ -11,6 +11,7 @@ from tiny_models import CONFIGS
 
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import layer_config
+from mlx_spec.target.families import text_config
 
 Tensors = dict[str, mx.array]
 
@@ -46,7 +47,7 @@ def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Te
 
 
 def renamed(tensors: Tensors, names: dict[str, str], prefix: str) -> Tensors:
-    """Give tensors the names of another layout, behind a prefix."""
+    """Give tensors the names of another layout, after a prefix."""
 
     def other(name: str) -> str:
         old = next((old for old in names if name.startswith(old)), "")
@@ -56,20 +57,20 @@ def renamed(tensors: Tensors, names: dict[str, str], prefix: str) -> Tensors:
 
 
 def zero_centred(tensors: Tensors) -> Tensors:
-    """Store every norm weight less one."""
+    """Return the tensors with 1 subtracted from norm weights."""
     return {name: value - 1 if "norm" in name else value for name, value in tensors.items()}
 
 
 def fused_experts(tensors: Tensors) -> Tensors:
-    """Put the experts' tensors together as Qwen3.5's original checkpoints have them."""
+    """Fuse the experts' tensors as in Qwen3.5's original checkpoints."""
     out = {name: value for name, value in tensors.items() if "switch_mlp" not in name}
     gate, up, down = (tensors[f"layers.0.mlp.switch_mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-    place = "layers.0.mlp.experts"
-    return out | {f"{place}.gate_up_proj": mx.concatenate([gate, up], axis=1), f"{place}.down_proj": down}
+    module = "layers.0.mlp.experts"
+    return out | {f"{module}.gate_up_proj": mx.concatenate([gate, up], axis=1), f"{module}.down_proj": down}
 
 
 def numbered_experts(tensors: Tensors) -> Tensors:
-    """Take the experts apart as Qwen3-Next's original checkpoints have them."""
+    """Split the experts' tensors as in Qwen3-Next's original checkpoints."""
     out = {}
     for name, value in tensors.items():
         if "switch_mlp" in name:
@@ -80,7 +81,7 @@ def numbered_experts(tensors: Tensors) -> Tensors:
 
 
 WRAPPED = "language_model.model.layers.4."
-# Layouts of a checkpoint that is all head: changes of the config, and tensors under our names to published ones.
+# Layouts of a checkpoint that holds only a head: changes of the config, and the renaming of our tensors.
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "original": ({}, lambda t: renamed(zero_centred(t), {}, "mtp.")),
     "original, wrapped": ({}, lambda t: renamed(zero_centred(t), {}, "language_model.mtp.")),
@@ -101,7 +102,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
 def layout_config(layout: str, family: str) -> dict[str, Any]:
     """Return the ``config.json`` of a head in a layout, whose layer is that of a tiny target."""
     changes, model = LAYOUTS[layout][0], CONFIGS[family]
-    text = model.get("text_config", model)
+    text = text_config(model)
     if "speculators_model_type" in changes:
         return {**changes, "transformer_layer_config": text}
     return {**changes, "text_config": text} if changes else model

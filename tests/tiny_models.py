@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": dict(SHARED, model_type="qwen2"),
     "qwen3": dict(SHARED, model_type="qwen3", head_dim=32),
     "qwen3_moe": dict(SHARED, **EXPERTS, model_type="qwen3_moe", head_dim=32),
-    # As published: the language model's configuration stands inside that of a vision model.
+    # As published: the language model's configuration is nested in that of a vision model.
     "qwen3_5": dict(
         model_type="qwen3_5",
         text_config=dict(HYBRID, model_type="qwen3_5_text", rope_parameters=ROPE, max_position_embeddings=512),
@@ -84,7 +84,7 @@ HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 def tiny_model(family: str, dtype: mx.Dtype = mx.bfloat16, bits: int | None = None, seed: int = 0) -> Any:
     """Build mlx-lm's model of a family with random weights, quantised (group 32) where ``bits`` is given.
 
-    Weights are scaled up so that logits are spread and greedy texts do not fall into one token at once.
+    Weights are scaled up so that logits differ and greedy texts do not repeat one token from the start.
     """
     mx.random.seed(seed)
     config = CONFIGS[family]
@@ -99,7 +99,7 @@ def tiny_model(family: str, dtype: mx.Dtype = mx.bfloat16, bits: int | None = No
 
 
 def random_weight(name: str, initial: mx.array) -> mx.array:
-    """Draw a weight; recurrent layers decay slowly enough that a row is felt a hundred rows later."""
+    """Draw a weight; recurrent layers decay so slowly that a row has an effect a hundred rows later."""
     if name.endswith("A_log"):
         return mx.log(mx.random.uniform(0.005, 0.05, initial.shape))
     return mx.random.normal(initial.shape) * 0.15 if initial.ndim > 1 else initial

@@ -1,4 +1,4 @@
-"""Texts of the kind that the tiny trained models were trained on, the code and the pages of this project."""
+"""Texts like those that the tiny trained models were trained on: code and documentation of this project."""
 
 TEXTS = (
     "The target itself writes the replies, half of them greedily, half sampled: a drafter must predict what this "

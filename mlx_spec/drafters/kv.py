@@ -89,8 +89,8 @@ class ContextKV:
     def rewind_or_restart(self, position: int) -> None:
         """Forget positions from ``position`` on, also where the window before it is not held.
 
-        In this case the context is empty, and its cursor is at the first position of the window: rows from there on have
-        to be appended again.
+        In this case the context is empty, and its cursor is at the first position of that window: rows from there
+        on have to be appended again.
         """
         first = self._window_before(position)
         if position >= self.cursor or first >= self.base:

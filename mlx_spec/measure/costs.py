@@ -44,7 +44,7 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress
 def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
     """Time passes of several sizes after a short context.
 
-    A timed draft includes that the drafter takes in the rows of the round before, with half of its drafts accepted.
+    A timed draft includes taking in the rows of the round before, of which half of the drafts were accepted.
     Verify passes are timed up to MAX_VERIFY_ROWS rows, because a pass over several sequences may have as many.
     """
     sequence, states = target.open(), [drafter.open()]

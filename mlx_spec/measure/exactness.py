@@ -24,7 +24,7 @@ def checked_exactness(target: Target, most_rows: int) -> Exactness:
 
 
 def check(target: Target, counts: list[int]) -> Exactness:
-    """Compare passes of ``counts`` rows, and one of a tree where the target takes trees, with one row at a time."""
+    """Compare passes of ``counts`` rows, and of a tree where the target takes trees, with one row at a time."""
     found = [*check_rows(target, counts, COMPARED), check_tree(target, COMPARED) if target.takes_trees else None]
     differences = [d for d in found if d is not None]
     if differences:

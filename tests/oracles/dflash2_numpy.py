@@ -1,7 +1,7 @@
 """DFlash and DFlash 2 in float64 numpy, written from their published description with plain loops.
 
-The context is a list of keys and values per layer whose index is the absolute position; visibility is decided for
-every pair of positions. It knows nothing of ``mlx_spec``: it reads the native ``config.json`` and tensor names.
+The context is a list of keys and values for each layer, indexed by absolute position; visibility is computed for
+every pair of positions. Nothing of ``mlx_spec`` is used: it reads the native ``config.json`` and tensor names.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ Array = np.ndarray
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Divide by the root mean square over the last axis; the weight is plain (no one is added)."""
+    """Divide by the root mean square over the last axis; the weight is used as it is."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -72,7 +72,8 @@ class DFlash2Oracle:
     def path(self, hidden: Array, anchor: int) -> list[int]:
         """Walk greedily through the candidates of the mask rows, given hidden states [rows, H] of a block.
 
-        ``margin`` becomes the least distance of a choice, or of the cut behind the candidates, from a tie.
+        ``margin`` becomes the smallest gap between a choice and its runner-up, or between the last candidate and
+        the next token.
         """
         previous, chosen, self.margin = anchor, [], float("inf")
         for h in hidden[1:]:

@@ -13,9 +13,13 @@ Array = np.ndarray
 class EagleOracle:
     """A head over one sequence.
 
-    config: as SafeAILab publishes it. tensors: under its names, with ``layers.0.`` for ``midlayer.``.
-    embedding: [V, H]. head: [N, H], of the draft vocabulary, whose tokens are ``ids`` [N].
-    normed_residual, normed_feedback: what attention is added to, and what the next row reads, is normed.
+    config: as SafeAILab publishes it.
+    tensors: under its names, with ``layers.0.`` for ``midlayer.``.
+    embedding: [V, H].
+    head: [N, H], of the draft vocabulary.
+    ids: [N], the draft vocabulary.
+    normed_residual: attention's output is added to the normed hidden state.
+    normed_feedback: the next row of a chain reads the output after the final norm.
     window: how many of the newest rows a row sees.
     """
 
@@ -41,7 +45,7 @@ class EagleOracle:
         )
 
     def chain(self, aux_hidden_states: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
-        """Draft greedily behind n rows of the target's hidden states and the tokens after them.
+        """Draft greedily after n rows of the target's hidden states and the tokens after them.
 
         Returns tokens and logits [count, N].
         """
@@ -54,19 +58,17 @@ class EagleOracle:
         return tokens[-count:], np.array(logits)
 
     def features(self, aux_hidden_states: Array) -> Array:
-        """EAGLE-3's fusion of several hidden states; EAGLE-1 takes one as it is."""
-        aux_hidden_states = aux_hidden_states.astype(np.float64)
+        """Fuse several hidden states as EAGLE-3 does; EAGLE-1 takes one unchanged."""
+        x = aux_hidden_states.astype(np.float64)
         if not self.third:
-            return aux_hidden_states
+            return x
         if "input_norm.weight" in self.w:
-            aux_hidden_states = self.norm(aux_hidden_states, "input_norm")
+            x = self.norm(x, "input_norm")
         if "fc_norm.0.weight" in self.w:
             count = sum(name.startswith("fc_norm.") for name in self.w)
-            parts = np.split(aux_hidden_states, count, axis=-1)
-            aux_hidden_states = np.concatenate(
-                [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], axis=-1
-            )
-        return self.linear(aux_hidden_states, "fc") if "fc.weight" in self.w else aux_hidden_states
+            parts = np.split(x, count, axis=-1)
+            x = np.concatenate([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], axis=-1)
+        return self.linear(x, "fc") if "fc.weight" in self.w else x
 
     def rows(self, hidden: Array, embedded: Array) -> tuple[Array, Array]:
         """Return what the output head reads and what the next row of a chain reads, both [n, H], of all rows."""
@@ -89,12 +91,12 @@ class EagleOracle:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0.0)
 
     def attention(self, x: Array) -> Array:
-        n, place = len(x), "layers.0.self_attn"
-        q = self.linear(x, f"{place}.q_proj").reshape(n, self.heads, -1)
-        k = self.linear(x, f"{place}.k_proj").reshape(n, self.kv_heads, -1)
-        v = self.linear(x, f"{place}.v_proj").reshape(n, self.kv_heads, -1)
-        if f"{place}.q_norm.weight" in self.w:
-            q, k = self.norm(q, f"{place}.q_norm"), self.norm(k, f"{place}.k_norm")
+        n, module = len(x), "layers.0.self_attn"
+        q = self.linear(x, f"{module}.q_proj").reshape(n, self.heads, -1)
+        k = self.linear(x, f"{module}.k_proj").reshape(n, self.kv_heads, -1)
+        v = self.linear(x, f"{module}.v_proj").reshape(n, self.kv_heads, -1)
+        if f"{module}.q_norm.weight" in self.w:
+            q, k = self.norm(q, f"{module}.q_norm"), self.norm(k, f"{module}.k_norm")
         q, k = self.rotate(q), self.rotate(k)
         out = np.zeros_like(q)
         for i in range(n):
@@ -104,17 +106,17 @@ class EagleOracle:
                 scores = k[seen, shared] @ q[i, h] / np.sqrt(self.dim)
                 weights = np.exp(scores - scores.max())
                 out[i, h] = (weights / weights.sum()) @ v[seen, shared]
-        return self.linear(out.reshape(n, -1), f"{place}.o_proj")
+        return self.linear(out.reshape(n, -1), f"{module}.o_proj")
 
     def rotate(self, x: Array) -> Array:
-        """Rotate each head; row i stands at position i."""
+        """Rotate each head; row i has position i."""
         angles = np.arange(len(x))[:, None] / self.theta() ** (np.arange(0, self.dim, 2) / self.dim)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def theta(self) -> float:
-        """The base of the rotation: the head's own, 10000 where it names none."""
+        """Return the rotary base: the head's own, 10000 where it names none."""
         return float(self.c.get("rope_theta", 10000.0))
 
     def gated_mlp(self, x: Array) -> Array:

@@ -1,12 +1,12 @@
-"""Products of rows with plain and affine quantised weights in float64, and what rounding allows."""
+"""Products of rows with plain and affine quantised weights in float64, and bounds of rounding errors."""
 
 import mlx.core as mx
 import numpy as np
 
 Array = np.ndarray
-# What one rounding to a dtype changes at most, relative.
+# The largest relative error of one rounding to a dtype.
 ROUNDING = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11, mx.float32: 2.0**-24}
-# What sums in float32 change, relative to the sum of the magnitudes of their parts.
+# The error of a sum in float32, relative to the sum of its parts' magnitudes.
 SUMMING = 2.0**-21
 
 
@@ -14,7 +14,7 @@ def as_numpy(x: mx.array) -> Array:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
-def unpacked(words: mx.array, bits: int) -> Array:
+def integers_of(words: mx.array, bits: int) -> Array:
     """Read each row of uint32 words as one stream of ``bits``-bit numbers, the lowest bits first."""
     rows = np.array(words).astype("<u4").view(np.uint8)
     stream = np.unpackbits(rows, axis=-1, bitorder="little")
@@ -24,13 +24,13 @@ def unpacked(words: mx.array, bits: int) -> Array:
 def dequantised(
     words: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
 ) -> tuple[Array, Array]:
-    """Return the weights scale * q + bias, and how large the parts of each may be."""
+    """Return the weights scale * q + bias, and bounds of the magnitudes of their parts."""
     scale, bias = (np.repeat(as_numpy(part), group_size, axis=-1) for part in (scales, biases))
-    return scale * unpacked(words, bits) + bias, np.abs(scale) * 2**bits + np.abs(bias)
+    return scale * integers_of(words, bits) + bias, np.abs(scale) * 2**bits + np.abs(bias)
 
 
 def product(x: Array, weights: Array, sizes: Array | None = None) -> tuple[Array, Array]:
-    """Multiply rows by weights [..., N, K]; returns sums and how far float32 sums may be from them."""
+    """Multiply rows by weights [..., N, K]; return the sums, and error bounds of float32 sums."""
     sizes = np.abs(weights) if sizes is None else sizes
     return np.einsum("...k,...nk->...n", x, weights), SUMMING * np.einsum("...k,...nk->...n", np.abs(x), sizes)
 
@@ -51,8 +51,8 @@ def fused(
 
 
 def assert_rounded_once(got: mx.array, expected: Array, noise: Array, dtype: mx.Dtype) -> None:
-    """``got`` is ``expected`` rounded to ``dtype``, after float32 sums that are ``noise`` away at most."""
+    """Assert that ``got`` is ``expected`` rounded to ``dtype``, after float32 sums with errors up to ``noise``."""
     assert (got.shape, got.dtype) == (expected.shape, dtype)
     error = np.abs(as_numpy(got) - expected)
     allowed = ROUNDING[dtype] * (np.abs(expected) + noise) + noise + 1e-30
-    assert np.all(error <= allowed), f"{np.max(error / allowed):.2f} times what rounding allows"
+    assert np.all(error <= allowed), f"{np.max(error / allowed):.2f} times the bound of rounding errors"

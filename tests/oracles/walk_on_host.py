@@ -1,4 +1,4 @@
-"""The walk of a DFlash 2 selector over host arrays, a second opinion on the one inside the graph."""
+"""The walk of a DFlash 2 selector in numpy on the host, as an oracle of the walk in the graph."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +16,10 @@ def walk_on_host(
     positions: Sequence[int],
     finite: Mapping[str, mx.array],
 ) -> list[Draft]:
-    """Pick one candidate per row of each block, step by step in numpy; arguments and result are those of ``walk``."""
+    """Choose a candidate for each row of each block; arguments and result are those of ``walk``."""
     ids, unary = np.array(candidates.ids), np.array(candidates.unary)
     gates, successors = np.array(candidates.gates), np.array(candidates.successors)
-    proposals = []
+    drafts = []
     for n, request in enumerate(requests):
         previous, path, drawn_by, drawn_from = request.anchor, [], [], []
         for t in range(request.count):
@@ -37,5 +37,5 @@ def walk_on_host(
         tokens = mx.array(path, dtype=mx.int32)
         flags = {stage: flag[n] for stage, flag in finite.items()}
         drawn = candidates.ids[n, : request.count], stack_drawn(drawn_from)
-        proposals.append(Draft(tokens, *drawn, flags, mx.stack(drawn_by)))
-    return proposals
+        drafts.append(Draft(tokens, *drawn, flags, mx.stack(drawn_by)))
+    return drafts

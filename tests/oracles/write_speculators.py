@@ -36,7 +36,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
-# What the layer is made of, its changes, and the changes of the head around it.
+# Kind of the layer, changes of its configuration, and changes of the head's.
 HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", dict(rope_parameters=LLAMA3), dict(norm_before_residual=False)),
     "qwen3": (
@@ -93,9 +93,11 @@ def build(kind: str, layer: dict[str, Any], head: dict[str, Any]) -> Any:
 
 
 def logits_of(model: Any, hidden: Any, tokens: Any) -> np.ndarray:
-    """Return the draft logits [steps, rows, draft vocabulary] of chains from every row, with the tokens that came.
+    """Return the draft logits [steps, rows, draft vocabulary] of chains that read the text's tokens.
 
-    hidden: [rows, layers * H]. tokens: [rows + 1].
+    model: the head.
+    hidden: [rows, layers * H], of the target.
+    tokens: [rows + 1], the text.
     """
     import torch
 

@@ -14,7 +14,7 @@ from mlx_spec.target.linears import experts_of, joined_linears, linear_of, modul
 
 
 def block_of(bits: int | None = None, dtype: mx.Dtype = mx.bfloat16, **changes: Any) -> Any:
-    """A mixture of 8 experts, 2 of which a row goes through."""
+    """Build a mixture of 8 experts, of which a row takes 2."""
     args = ModelArgs(
         **dict(
             model_type="qwen3_moe",
@@ -66,7 +66,7 @@ def test_a_module_is_read_as_it_is(bias: bool, bits: int | None) -> None:
     np.testing.assert_allclose(np.array(module_rows(x, module)), np.array(module(x)), atol=1e-5)
 
 
-def test_an_embedding_is_a_linear_map_and_a_layer_of_lora_is_none() -> None:
+def test_an_embedding_is_a_linear_map_and_a_lora_layer_is_not() -> None:
     assert linear_of(nn.Embedding(9, 64)).size == 9
     for module in (nn.RoPE(64), LoRALinear.from_base(nn.Linear(64, 8))):
         with pytest.raises(TypeError, match=f"{type(module).__name__} with .* is no plain or quantised linear"):
@@ -75,7 +75,7 @@ def test_an_embedding_is_a_linear_map_and_a_layer_of_lora_is_none() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("bias", [True, False])
-def test_joined_modules_stay_what_they_were_and_are_held_once(bias: bool, bits: int | None) -> None:
+def test_joined_modules_keep_their_weights_as_views(bias: bool, bits: int | None) -> None:
     modules = [nn.Linear(64, outputs, bias=bias) for outputs in (8, 16, 24)]
     if bits is not None:
         modules = [module.to_quantized(32, bits) for module in modules]
@@ -88,7 +88,7 @@ def test_joined_modules_stay_what_they_were_and_are_held_once(bias: bool, bits: 
         assert mx.array_equal(whole, mx.concatenate([old[name] for old in before]))
 
 
-def test_modules_that_differ_in_more_than_their_outputs_stay_apart() -> None:
+def test_modules_that_differ_in_more_than_their_outputs_are_not_joined() -> None:
     plain = nn.Linear(64, 8, bias=False)
     others = [
         nn.Linear(64, 8, bias=False).to_quantized(32, 4),
@@ -99,14 +99,14 @@ def test_modules_that_differ_in_more_than_their_outputs_stay_apart() -> None:
     half.set_dtype(mx.bfloat16)
     for other in (*others, half):
         assert [linear.size for linear in joined_linears([plain, other])] == [8, 8]
-    packed = [nn.Linear(64, 8, bias=False).to_quantized(*settings) for settings in ((32, 4), (64, 4), (32, 8))]
-    assert len(joined_linears(packed)) == 3
+    quantized = [nn.Linear(64, 8, bias=False).to_quantized(*settings) for settings in ((32, 4), (64, 4), (32, 8))]
+    assert len(joined_linears(quantized)) == 3
 
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("normalised", [True, False])
 def test_experts_compute_what_their_block_computes(normalised: bool, bits: int | None) -> None:
-    # MLX's gather_mm knows float32 only on the CPU.
+    # MLX's gather_mm takes only float32 on the CPU.
     dtype = mx.float32 if bits is None else mx.bfloat16
     block = block_of(bits, dtype, norm_topk_prob=normalised)
     x = mx.random.normal((3, 64), key=mx.random.key(5)).astype(dtype)
@@ -114,7 +114,7 @@ def test_experts_compute_what_their_block_computes(normalised: bool, bits: int |
     np.testing.assert_allclose(float32(moe_rows(experts_of(block), x)), float32(expected), atol=0.02, rtol=0.02)
 
 
-def test_joining_gates_and_ups_leaves_the_modules_as_they_were() -> None:
+def test_joining_gates_and_ups_does_not_change_the_modules() -> None:
     block = block_of()
     gate, up = (block.switch_mlp[name].weight for name in ("gate_proj", "up_proj"))
     (joined,) = experts_of(block).gate_up
@@ -123,7 +123,7 @@ def test_joining_gates_and_ups_leaves_the_modules_as_they_were() -> None:
         assert mx.array_equal(block.switch_mlp[name].weight, before)
 
 
-def test_gates_and_ups_that_are_quantised_differently_stay_apart() -> None:
+def test_gates_and_ups_that_are_quantised_differently_are_not_joined() -> None:
     block = block_of()
     block.switch_mlp.up_proj = block.switch_mlp.up_proj.to_quantized(32, 8)
     assert len(experts_of(block).gate_up) == 2

@@ -162,7 +162,7 @@ def test_growth_doubles_up_to_the_limit_and_keeps_contents() -> None:
 
 
 def test_random_histories_equal_plain_lists() -> None:
-    """Forks, appends, rewinds and frees in random order, beside a list of rows for each sequence."""
+    """Forks, appends, rewinds and frees in random order, compared with a list of rows for each sequence."""
     rng, pool = np.random.default_rng(3), make_pool(max_pages=16)
     sequences: list[tuple[CachedSequence, np.ndarray]] = [(CachedSequence(pool), np.array(some_rows(0, 0)))]
     refused = 0
@@ -194,7 +194,7 @@ def test_random_histories_equal_plain_lists() -> None:
 
 
 def test_forks_of_a_target_decode_like_unshared_sequences() -> None:
-    """bfloat16: four branches in one pass, every row bit for bit the row of a sequence that shares nothing."""
+    """bfloat16: four branches in one pass; every row equals bit for bit that of a sequence that shares nothing."""
     target, alone_target = tiny_target("qwen3"), tiny_target("qwen3")
     prefix = target.open()
     target.prefill(prefix, PREFIX)
@@ -221,7 +221,7 @@ def test_forks_of_a_target_decode_like_unshared_sequences() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sequences_have_room_for_what_they_are_told_and_the_pool_for_no_more(seed: int) -> None:
+def test_sequences_can_append_the_reserved_positions_and_no_more(seed: int) -> None:
     """Sequences with shared and own pages, in pools that are nearly full."""
     random = np.random.default_rng(seed)
     pool = make_pool(max_pages=int(random.integers(3, 9)))
@@ -233,14 +233,14 @@ def test_sequences_have_room_for_what_they_are_told_and_the_pool_for_no_more(see
             fork.append(some_rows(int(random.integers(1, 20)), seed))
         sequences.append(fork)
     found = reserve_positions(sequences, 16)
-    for sequence, room in zip(sequences, found, strict=True):
-        if room:
-            sequence.append(some_rows(room, seed))
-    for sequence, room in zip(sequences, found, strict=True):
-        if room < 16:
+    for sequence, count in zip(sequences, found, strict=True):
+        if count:
+            sequence.append(some_rows(count, seed))
+    for sequence, count in zip(sequences, found, strict=True):
+        if count < 16:
             with pytest.raises(ContextFull):
-                sequence.append(some_rows(16 - room, seed))
+                sequence.append(some_rows(16 - count, seed))
 
 
-def test_no_sequences_have_no_room() -> None:
+def test_no_sequences_reserve_nothing() -> None:
     assert reserve_positions([], 16) == []

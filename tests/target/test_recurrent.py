@@ -1,6 +1,6 @@
-"""Recurrent state: exact behind every number of accepted rows, forked and rewound with its sequence.
+"""Recurrent state: exact after every number of accepted rows, and forked and rewound with its sequence.
 
-bfloat16, which the CPU computes row by row alike; "equal" is bit for bit.
+In bfloat16, in which the CPU computes each row alike; "equal" means bit for bit.
 """
 
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ hybrids = pytest.mark.parametrize("family", HYBRIDS)
 
 @cache
 def target_of(family: str) -> Target:
-    # Room for the sequences of all tests, which nobody frees.
+    # Enough for the sequences of all tests, which are never freed.
     return tiny_target(family, max_cached_tokens=30000)
 
 
@@ -54,13 +54,13 @@ def one_by_one(target: Target, tokens: list[int]) -> CachedSequence:
 
 
 def probe(target: Target, sequence: CachedSequence) -> list[mx.array]:
-    """Run two rows behind a sequence: what they give, and the states that they start from."""
+    """Run two rows after a sequence; return their outputs, and the states before them."""
     rows = target.forward([(sequence, mx.array([7, 8]))])
-    states = [array for held in rows.recurrent[0].layers for array in (held.state, held.conv_state)]
+    states = [array for layer in rows.recurrent[0].layers for array in (layer.state, layer.conv_state)]
     return [rows.hidden, rows.kv, *states]
 
 
-def assert_alike(target: Target, one: CachedSequence, other: CachedSequence) -> None:
+def assert_equal_states(target: Target, one: CachedSequence, other: CachedSequence) -> None:
     assert one.length == other.length
     for a, b in zip(probe(target, one), probe(target, other), strict=True):
         assert a.shape == b.shape and mx.array_equal(a, b)
@@ -68,7 +68,7 @@ def assert_alike(target: Target, one: CachedSequence, other: CachedSequence) -> 
 
 @hybrids
 def test_every_number_of_accepted_rows_gives_the_state_of_rows_one_by_one(family: str) -> None:
-    """0 to 16 of 16 rows, committed at once, or committed all and rewound."""
+    """0 to 16 of 16 rows, committed alone, or after all were committed and rewound."""
     target = target_of(family)
     stepped, start = opened(target, TOKENS[:PROMPT]), opened(target, TOKENS[:PROMPT])
     block = target.forward([(start, mx.array(TOKENS[PROMPT : PROMPT + 16]))])
@@ -77,15 +77,15 @@ def test_every_number_of_accepted_rows_gives_the_state_of_rows_one_by_one(family
         target.commit(committed, block.prefix(0, count))
         target.commit(rewound, block)
         rewound.rewind(PROMPT + count)
-        assert_alike(target, committed, stepped)
-        assert_alike(target, rewound, stepped)
+        assert_equal_states(target, committed, stepped)
+        assert_equal_states(target, rewound, stepped)
         advance(target, stepped, [TOKENS[PROMPT + count]])
     assert start.length == PROMPT
 
 
 @hybrids
-def test_a_rejected_row_that_is_not_a_number_touches_nothing(family: str) -> None:
-    """Neither the rows before it nor the state behind them."""
+def test_a_rejected_row_of_nan_changes_no_other_row(family: str) -> None:
+    """Neither the rows before it nor the state after these."""
     target = tiny_target(family)
     embedding = getattr(target.model, "language_model", target.model).model.embed_tokens
     embedding.weight = mx.where(mx.arange(96)[:, None] == 95, mx.nan, embedding.weight)
@@ -94,12 +94,12 @@ def test_a_rejected_row_that_is_not_a_number_touches_nothing(family: str) -> Non
     hidden = advance(target, block, [*rows, 95, 4], accepted=3).hidden
     alone = mx.concatenate([advance(target, stepped, [token]).hidden for token in rows])
     assert mx.array_equal(hidden[:3], alone) and bool(mx.all(mx.isnan(hidden[3:])))
-    assert_alike(target, block, stepped)
+    assert_equal_states(target, block, stepped)
 
 
 @hybrids
-def test_the_state_reaches_far_back(family: str) -> None:
-    """Else a state that is wrong would soon be right again, and no test above would see it."""
+def test_the_state_depends_on_distant_rows(family: str) -> None:
+    """Otherwise a wrong state would soon be forgotten, and the tests here would not notice it."""
     target = target_of(family)
     other = opened(target, [TOKENS[0] + 1, *TOKENS[1:100]])
     for a, b in zip(probe(target, opened(target, TOKENS[:100])), probe(target, other), strict=True):
@@ -112,10 +112,10 @@ def test_a_prompt_in_any_chunks_gives_the_state_of_rows_one_by_one(family: str) 
     target = target_of(family)
     stepped = one_by_one(target, TOKENS[:110])
     for step_size in (16, 33, 110):
-        assert_alike(target, opened(target, TOKENS[:110], step_size=step_size), stepped)
+        assert_equal_states(target, opened(target, TOKENS[:110], step_size=step_size), stepped)
 
 
-def test_pieces_hold_every_row_once() -> None:
+def test_chunks_hold_every_row_once() -> None:
     for counts in ((1,), (16,), (3, 5), (33,), (100, 2, 40), (1, 64)):
         chunks = chunks_of(counts)
         assert sorted(i for chunk in chunks for i in chunk.index.tolist()) == list(range(sum(counts)))
@@ -130,7 +130,7 @@ def test_pieces_hold_every_row_once() -> None:
 
 @hybrids
 def test_sequences_of_a_long_pass_do_not_mix(family: str) -> None:
-    """Prompts of 70, 3 and 40 rows in one pass, the second behind rows of its own."""
+    """Prompts of 70, 3 and 40 rows in one pass, the second after cached rows."""
     target = target_of(family)
     parts = [TOKENS[:70], TOKENS[100:110], TOKENS[150:190]]
     sequences = [target.open(), opened(target, parts[1][:7]), target.open()]
@@ -142,13 +142,13 @@ def test_sequences_of_a_long_pass_do_not_mix(family: str) -> None:
         part = both.prefix(index, len(rows))
         assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
         target.commit(sequence, part)
-        assert_alike(target, sequence, alone)
-        assert_alike(target, sequence, opened(target, tokens))
+        assert_equal_states(target, sequence, alone)
+        assert_equal_states(target, sequence, opened(target, tokens))
 
 
 @hybrids
 def test_branches_with_their_own_accepted_rows_go_on_together(family: str) -> None:
-    """Forks of one prefix, each accepting another number of rows; a stranger joins them, and one siblings."""
+    """Forks of one prefix with different numbers of accepted rows; another sequence joins, and a fork leaves."""
     target, random = target_of(family), np.random.default_rng(3)
     prefix = opened(target, TOKENS[:PROMPT])
     branches = [prefix.fork() for _ in range(3)]
@@ -169,27 +169,27 @@ def test_branches_with_their_own_accepted_rows_go_on_together(family: str) -> No
         alone = opened(target, text[:20])
         for token in text[20:]:
             advance(target, alone, [token])
-        assert_alike(target, branch, alone)
-    assert_alike(target, prefix, opened(target, TOKENS[:PROMPT]))
+        assert_equal_states(target, branch, alone)
+    assert_equal_states(target, prefix, opened(target, TOKENS[:PROMPT]))
 
 
-def test_a_rewind_that_is_not_possible_says_what_is_and_changes_nothing() -> None:
+def test_an_impossible_rewind_names_the_possible_ones_and_changes_nothing() -> None:
     target = target_of("qwen3_5")
     sequence = opened(target, TOKENS[:PROMPT])
     snapshot = sequence.fork()
     advance(target, sequence, TOKENS[PROMPT : PROMPT + 8], accepted=5)
     with pytest.raises(PositionError, match="to position 44: .* from 50 to 45, or to 0. Fork the sequence"):
         sequence.rewind(PROMPT - 1)
-    assert_alike(target, sequence, one_by_one(target, TOKENS[: PROMPT + 5]))
+    assert_equal_states(target, sequence, one_by_one(target, TOKENS[: PROMPT + 5]))
     sequence.rewind(PROMPT + 2)
     with pytest.raises(PositionError, match="position 48: the sequence holds 47"):
         sequence.rewind(PROMPT + 3)
-    assert_alike(target, sequence, one_by_one(target, TOKENS[: PROMPT + 2]))
+    assert_equal_states(target, sequence, one_by_one(target, TOKENS[: PROMPT + 2]))
     sequence.rewind(PROMPT)
-    assert_alike(target, sequence, snapshot)
+    assert_equal_states(target, sequence, snapshot)
     sequence.rewind(0)
     target.prefill(sequence, TOKENS[100:130])
-    assert_alike(target, sequence, opened(target, TOKENS[100:130]))
+    assert_equal_states(target, sequence, opened(target, TOKENS[100:130]))
 
 
 def test_a_prompt_is_not_cut() -> None:
@@ -199,11 +199,11 @@ def test_a_prompt_is_not_cut() -> None:
         rows.prefix(0, 16)
 
 
-def test_passes_behind_prompts_of_any_length_have_one_shape() -> None:
-    """Each shape is a graph of its own to compile."""
+def test_passes_after_prompts_of_any_length_have_one_shape() -> None:
+    """Each shape would be another graph to compile."""
     target = target_of("qwen3_5")
-    held = [opened(target, TOKENS[:count]).recurrent.layers[0] for count in (17, 40, 64, 101)]
-    assert len({tuple(array.shape for array in each) for each in held}) == 1
+    states = [opened(target, TOKENS[:count]).recurrent.layers[0] for count in (17, 40, 64, 101)]
+    assert len({tuple(array.shape for array in each) for each in states}) == 1
 
 
 def test_pages_hold_attention_layers_only() -> None:
@@ -213,15 +213,15 @@ def test_pages_hold_attention_layers_only() -> None:
     assert target.forward([(target.open(), mx.array([1]))]).kv.shape[1] == 1
 
 
-class Lane:
-    """A conversation decoded greedily on one sequence, with drafts that are right for a while."""
+class Conversation:
+    """Greedy decoding on one sequence over several turns, with drafts of which the first few are right."""
 
     def __init__(self, target: Target, depth: int, known: list[int] | None = None) -> None:
         self.target, self.depth, self.known = target, depth, known or []
         self.sequence, self.text = target.open(), []
 
     def turn(self, prompt: list[int], count: int) -> None:
-        """Go on with a prompt, of which the last token is the first anchor, and say ``count`` tokens."""
+        """Append a prompt, whose last token is the first anchor, and decode ``count`` tokens."""
         self.text += prompt
         self.target.prefill(self.sequence, self.text[self.sequence.length : -1], step_size=37)
         end = len(self.text) + count
@@ -233,36 +233,36 @@ class Lane:
         known = self.known[at : at + self.depth]
         drafts = [(token + (i >= right)) % self.target.vocab_size for i, token in enumerate(known)]
         rows = self.target.forward([(self.sequence, mx.array([self.text[-1], *drafts]))])
-        said = mx.argmax(self.target.logits(rows.hidden), axis=-1).tolist()
-        agreed = next((i for i, draft in enumerate(drafts) if draft != said[i]), len(drafts))
-        # As by a stop token or a limit: what is said behind the end is not committed.
-        emitted = said[: min(agreed + 1, most)]
+        choices = mx.argmax(self.target.logits(rows.hidden), axis=-1).tolist()
+        accepted = next((i for i, draft in enumerate(drafts) if draft != choices[i]), len(drafts))
+        # As at a stop token or a limit, tokens after the end are not committed.
+        emitted = choices[: min(accepted + 1, most)]
         self.target.commit(self.sequence, rows.prefix(0, len(emitted)))
         self.text += emitted
 
 
 @hybrids
 def test_three_turns_on_one_sequence(family: str) -> None:
-    """The same conversation with and without drafts, and from a fork that was taken before the last turn."""
+    """The same conversation without drafts, with drafts, and on a fork from before the last turn."""
     target = target_of(family)
     turns = [(TOKENS[:50], 17), (TOKENS[60:63], 9), (TOKENS[70:140], 14)]
-    plain = Lane(target, 0)
+    plain = Conversation(target, 0)
     for prompt, count in turns:
         plain.turn(prompt, count)
     assert len(set(plain.text)) > 20
-    lane, again = Lane(target, 6, plain.text), Lane(target, 3, plain.text)
+    drafted, forked = Conversation(target, 6, plain.text), Conversation(target, 3, plain.text)
     for prompt, count in turns[:2]:
-        lane.turn(prompt, count)
-    again.sequence, again.text = lane.sequence.fork(), list(lane.text)
-    lane.turn(*turns[2])
-    again.turn(*turns[2])
-    assert lane.text == again.text == plain.text
-    assert_alike(target, lane.sequence, plain.sequence)
-    assert_alike(target, again.sequence, plain.sequence)
+        drafted.turn(prompt, count)
+    forked.sequence, forked.text = drafted.sequence.fork(), list(drafted.text)
+    drafted.turn(*turns[2])
+    forked.turn(*turns[2])
+    assert drafted.text == forked.text == plain.text
+    assert_equal_states(target, drafted.sequence, plain.sequence)
+    assert_equal_states(target, forked.sequence, plain.sequence)
 
 
-def test_a_compiled_pass_takes_and_gives_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where another number of rows is another graph, and another number of accepted rows is not."""
+def test_a_compiled_pass_reads_and_returns_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: each number of rows has its own graph, and each graph takes any number of accepted rows."""
     monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
     compiled = tiny_target("qwen3_5", mx.float32)
     sequence = compiled.open()
@@ -277,7 +277,7 @@ def test_a_compiled_pass_takes_and_gives_states(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_kernels_agree_with_operations_of_mlx() -> None:
-    """The Metal text of all kernels of a pass, run by the emulator: a prompt in chunks, then a partial commit."""
+    """All Metal kernels of a pass in the emulator: a prompt in chunks, then a partial commit."""
     results = []
     for wrapped in (launching(lambda kernel: launcher(kernel, check=False)), nullcontext()):
         target = tiny_target("qwen3_next", mx.float32, bits=4)

@@ -1,4 +1,4 @@
-"""What is read out of mlx-lm's rope modules rotates heads as the modules do."""
+"""Position encodings that are read from mlx-lm's rope modules rotate heads as the modules do."""
 
 from collections.abc import Iterator
 from typing import Any

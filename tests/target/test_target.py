@@ -1,4 +1,4 @@
-"""The rows forward against mlx-lm's own models, and batch invariance."""
+"""The forward pass against mlx-lm's own models, and batch invariance."""
 
 import mlx.core as mx
 import numpy as np
@@ -40,7 +40,7 @@ def test_logits_equal_mlx_lm(family: str, bits: int | None) -> None:
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_row_does_not_depend_on_its_neighbours(family: str, bits: int | None) -> None:
-    """bfloat16, whose CPU matmul reduces each row alike: 1 row and up to 16 rows agree bit for bit."""
+    """In bfloat16 the CPU's matmul sums each row alike: passes of 1 and of up to 16 rows are equal bit for bit."""
     target = tiny_target(family, mx.bfloat16, bits)
     one, target_layer_ids = target.open(), [0, 2, target.num_layers]
     target.prefill(one, TOKENS[:45])
@@ -73,14 +73,14 @@ def test_sequences_of_one_pass_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama_sliding", "qwen3_next"])
-def test_one_graph_serves_however_rows_are_shared_out(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the kernels find each sequence's rows by arrays, give them the bits that they have alone."""
+def test_one_graph_serves_every_split_of_its_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: kernels read from arrays which rows a sequence has; each row equals the row computed alone."""
     monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
     monkeypatch.setattr(mx, "compile", lambda graph: graph)
     target = tiny_target(family, mx.bfloat16)
     sequences = [target.open() for _ in range(3)]
-    for at, sequence in enumerate(sequences):
-        target.prefill(sequence, TOKENS[at : 2 + 38 * (at % 2) + at])
+    for i, sequence in enumerate(sequences):
+        target.prefill(sequence, TOKENS[i : 2 + 38 * (i % 2) + i])
     with launching(lambda kernel: launcher(kernel, check=False)):
         for counts in ((3, 1, 1), (1, 3, 1)):
             rows = [mx.array(TOKENS[50 + count : 50 + 2 * count]) for count in counts]
@@ -95,7 +95,7 @@ def test_one_graph_serves_however_rows_are_shared_out(family: str, monkeypatch: 
     assert len(target._compiled) == graphs
 
 
-def test_taps_are_layer_outputs_and_the_final_norm() -> None:
+def test_aux_hidden_states_are_layer_outputs_and_the_final_norm() -> None:
     model = tiny_model("qwen3", mx.float32)
     target = Target(model, CONFIGS["qwen3"], "tiny")
     rows = target.forward([(target.open(), mx.array(TOKENS[:9]))], target_layer_ids=[2, 0, 4])
@@ -116,7 +116,7 @@ def test_restricted_head_equals_the_columns_of_the_whole_head() -> None:
         np.testing.assert_allclose(np.array(target.head_for(ids)(hidden)), np.array(expected), atol=1e-5)
 
 
-def test_context_end_is_an_error_that_says_the_numbers() -> None:
+def test_the_end_of_the_context_is_an_error_with_the_numbers() -> None:
     target = tiny_target()
     with pytest.raises(ContextFull, match="600 tokens after 0 cached ones; tiny llama has 512"):
         target.prefill(target.open(), [1] * 600)
@@ -138,6 +138,6 @@ def test_heads_that_the_kernels_do_not_take_are_refused_at_load(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("size", [0, -5])
-def test_a_cache_without_room_is_refused(size: int) -> None:
+def test_a_cache_without_positions_is_refused(size: int) -> None:
     with pytest.raises(RequestError, match=f"max_cached_tokens must be at least 1, not {size}"):
         tiny_target(max_cached_tokens=size)

@@ -1,6 +1,6 @@
 """Hybrid targets against Hugging Face transformers, which wrote the checkpoints and computed the logits.
 
-``oracles/write_transformers.py`` says how.
+``oracles/write_transformers.py`` is how.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_logits_equal_transformers(folder: Path, prompt: int) -> None:
     target.prefill(sequence, tokens[:prompt], on_rows=lambda rows, _: got.append(target.logits(rows.hidden)))
     while sequence.length < len(tokens):
         rows = target.forward([(sequence, mx.array(tokens[sequence.length :][:16]))])
-        # Half of the rows are refused, and run again in the next pass.
+        # Half of the rows are rejected, and run again in the next pass.
         accepted = rows.prefix(0, -(-rows.counts[0] // 2))
         got.append(target.logits(accepted.hidden))
         target.commit(sequence, accepted)
