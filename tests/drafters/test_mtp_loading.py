@@ -297,6 +297,8 @@ def test_a_broken_index(contents: str, tmp_path: Path) -> None:
         (lambda t: t | {"fc.weight": t["fc.weight"] * mx.inf}, ("NaN or infinity in fc.weight",)),
         (lambda t: t | {"d2t": mx.array([3, 96, 4])}, ("draft token 1 to 96", "has 96")),
         (lambda t: t | {"d2t": mx.array([3, -1])}, ("draft token 1 to -1",)),
+        (lambda t: t | {"d2t": mx.array([3, 9, 4, 9, 3])}, ("d2t names 3, 9 more than once", "all different")),
+        (lambda t: t | {"d2t": mx.zeros((0,), dtype=mx.int32)}, ("d2t names no token",)),
         (
             lambda t: t | {"d2t": mx.array([3, 4]), "lm_head.weight": mx.ones((3, 64))},
             ("scores 3 tokens", "d2t names 2"),

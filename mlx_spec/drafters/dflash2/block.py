@@ -113,11 +113,15 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The drafter's own weights; embedding and output head are the target's."""
+    """The drafter's own weights; embedding and output head are the target's.
+
+    embedding_scale: what to multiply the target's embeddings with.
+    """
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
         width = config.hidden_size
+        self.embedding_scale = config.input_embedding_scale
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
@@ -131,6 +135,21 @@ class DraftModel(nn.Module):
             scaling_config=config.rope_scaling,
             max_position_embeddings=config.max_position_embeddings,
         )
+
+    def shrink(self, by: int) -> None:
+        """Keep the residual stream, and the fused features, at one ``by``-th of their size.
+
+        Both are only read through norms, and the norm of x / by with eps / by**2 is the norm of x with eps. So with
+        a power of two results stay the same to rounding, as long as float16 does not run out of small numbers.
+        Raises ValueError for weights of a mode that has no scales to divide.
+        """
+        self.embedding_scale /= by
+        layers = self.layers
+        for linear in (self.fc, *(x.self_attn.o_proj for x in layers), *(x.mlp.up_proj for x in layers)):
+            divide_outputs(linear, by)
+        norms = [norm for x in layers for norm in (x.input_layernorm, x.post_attention_layernorm)]
+        for norm in (self.hidden_norm, *norms, self.norm):
+            norm.eps /= by**2
 
     @property
     def rope(self) -> Rope:
@@ -146,9 +165,11 @@ class DraftModel(nn.Module):
         return self.hidden_norm(module_rows(features, self.fc))
 
     def __call__(self, x: mx.array, position: mx.array | int, attend: Attend) -> mx.array:
-        """Run blocks of embedded rows [N, B, H] whose anchors stand at ``position``.
+        """Run blocks of rows and return the final-normed hidden states [N, B, H].
 
-        ``attend`` brings context and visibility. Returns the final-normed hidden states [N, B, H].
+        x: [N, B, H], the scaled embeddings, the anchors' first.
+        position: of the anchor, one for all blocks or int32 [N].
+        attend: brings context and visibility.
         """
         for index, layer in enumerate(self.layers):
 
@@ -159,3 +180,11 @@ class DraftModel(nn.Module):
 
             x = layer(x, attention)
         return self.norm(x)
+
+
+def divide_outputs(linear: nn.Module, by: int) -> None:
+    """Divide what a linear module without bias puts out, by its weights. Raises ValueError for modes without biases."""
+    quantized = "scales" in linear
+    if quantized and "biases" not in linear:
+        raise ValueError(f"weights of mode {linear.mode} cannot be divided.")
+    linear.update({name: linear[name] / by for name in (("scales", "biases") if quantized else ("weight",))})

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_spec.errors import DrafterMismatch
 
-# Values that transformers' Qwen3Config siblings out of a saved configuration because they are its defaults.
+# Values that transformers' Qwen3Config leaves out of a saved configuration because they are its defaults.
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -39,10 +39,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class DFlash2Config:
-    """Settings of a drafter. DFlash 1 has ``conv_kernel_size`` and ``selector_rank`` 0.
+    """Settings of a drafter, by the names of the native layout. Those that are not:
 
-    ``causal``: per layer, whether a block row sees only the block rows before it. ``windows``: per layer, the
-    sliding window or None. ``draft_token_ids``: ids that the draft head scores, ascending; None for all.
+    causal: per layer, whether a block row sees only the block rows before it.
+    windows: per layer, the sliding window, or None.
+    conv_kernel_size, selector_rank: 0 in DFlash 1.
+    draft_token_ids: the target's ids of the draft tokens, each once; None for all. Their order matters only
+        between equal draft logits, of which the first is drafted.
     """
 
     hidden_size: int
@@ -168,7 +171,7 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
         input_embedding_scale=float(flat.get("input_embedding_scale", 1.0)),
         output_multiplier=float(flat.get("output_multiplier", 1.0)),
         final_logit_softcapping=float(cap) if cap and cap > 0 else None,
-        draft_token_ids=tuple(draft_ids) if draft_ids else None,
+        draft_token_ids=tuple(int(i) for i in draft_ids) if draft_ids else None,
     )
 
 

@@ -90,7 +90,7 @@ class DFlash2Drafter:
         self.writer.write(states)
         embedded = self._embed(mx.array(list(anchors)))[:, None]
         masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
-        scale = self.config.input_embedding_scale
+        scale = self.model.embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
         x = x if scale == 1.0 else x * scale
 

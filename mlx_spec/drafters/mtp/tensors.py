@@ -6,8 +6,10 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.drafters.draft_head import check_draft_ids
 from mlx_spec.drafters.mtp.spec import OWN_NAMES, MTPSpec
 from mlx_spec.errors import DrafterMismatch
+from mlx_spec.target import Target
 
 # Means that tell norm weights less one from whole ones, over published Qwen3.5 to 3.8 heads: query and key norms
 # 0.73 to 0.75 against 1.73 and more, the others 0.30 to 0.39 against 0.87 and more. The final norm says nothing.
@@ -49,6 +51,16 @@ def head_tensors(
     if spec.zero_centred and norms_lack_one(ours):
         ours = shift_norms(ours, 1.0)
     return ours
+
+
+def own_draft_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
+    """Return the target's ids of the draft tokens, in any order: that of draft token j is d2t[j].
+
+    Raises DrafterMismatch for ids that the target does not have, or that come twice.
+    """
+    ids = [int(i) for i in np.array(d2t).reshape(-1)]
+    check_draft_ids(ids, "d2t", target, name)
+    return ids
 
 
 def is_bare(tensors: Iterable[str]) -> bool:
