@@ -61,7 +61,9 @@ class Draft:
 class DraftRequest:
     """What one sequence wants of a draft pass.
 
-    state: the drafter's, of this sequence. anchor: the token that drafts follow. count: tokens to draft.
+    state: the drafter's, of this sequence.
+    anchor: the token that drafts follow.
+    count: tokens to draft.
     sample_draft: draws each of them.
     """
 
@@ -97,7 +99,9 @@ class DrafterState(Protocol):
 class Drafter(Protocol):
     """Proposes tokens.
 
-    target_layer_ids: the layers whose states it reads (see Target). pool: the pages of its states.
+    name: of its kind.
+    pool: the pages of its states.
+    target_layer_ids: the layers whose states it reads (see Target).
     max_draft: the most tokens of a draft.
     """
 
@@ -115,11 +119,14 @@ class Drafter(Protocol):
         ...
 
     def extend(self, updates: Sequence[tuple[Any, Committed]]) -> None:
-        """Take in rows that the target committed, of each state its own, in order and without gaps."""
+        """Take in rows that the target committed, of each state its own, in order and without gaps.
+
+        Raises PositionError, with nothing changed, for a gap or an overlap.
+        """
         ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft for several sequences in one pass: for each request its 1 to ``max_draft`` tokens behind the anchor.
+        """Draft for several sequences in one pass: for each request 1 to ``max_draft`` tokens after its anchor.
 
         Lazy: no host synchronisation. What is drafted for a sequence may depend on the others. A drafter that has
         not seen enough of a sequence yet drafts fewer, or none.
@@ -131,5 +138,6 @@ class Drafter(Protocol):
 
         That is ``position``, or an earlier one whose rows the target has to run again because the drafter needs
         to see them once more. A position ahead of what the state holds changes nothing.
+        Raises PositionError, with nothing changed, where what the drafter needs before that is lost.
         """
         ...

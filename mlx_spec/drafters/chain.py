@@ -2,7 +2,7 @@
 
 A row of the head needs a hidden state of the target and the token after it, so the newest committed row waits for
 its successor: it is pending. Only rows whose successor is committed too enter the cache; those of the chain, which
-read the head's own output, are kept beside the cache and forgotten when the round ends.
+read the head's own output, are kept outside the cache and forgotten when the round ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,13 @@ CANDIDATES = 16
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Rows before attention: residual [R, H], what attention's output is added to; the joined projection [R, N];
-    queries [R, H, D], and keys and values [2, R, KV, D], positions encoded."""
+    """Rows before attention.
+
+    residual: [R, H], what attention's output is added to.
+    projected: [R, N], the joined projection.
+    queries: [R, H, D], positions encoded.
+    keys_values: [2, R, KV, D], positions encoded.
+    """
 
     residual: mx.array
     projected: mx.array
@@ -117,9 +122,12 @@ class ChainDrafter:
         head: DraftHead,
         embed: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
-        """Bind a head to its target, whose embedding it uses where ``embed`` is None.
+        """Bind a head to its target.
 
-        name: of the kind. target_layer_ids: the layers of the target whose states ``forward.features`` takes.
+        name: of the kind.
+        target_layer_ids: the layers of the target whose states ``forward.features`` takes.
+        head: the output head of drafts.
+        embed: looks up embeddings, [R] to [R, H]; None for the target's.
         """
         self.name = name
         self.forward = forward
@@ -193,10 +201,8 @@ class ChainDrafter:
 
         Returns the newest ones, N of N sequences, and the target's hidden states of these [N, H].
         """
-        states, counts = (
-            [request.state for request in requests],
-            [request.state.hidden.shape[0] for request in requests],
-        )
+        states = [request.state for request in requests]
+        counts = [state.hidden.shape[0] for state in states]
         anchors = mx.array([request.anchor for request in requests], dtype=mx.int32)
         following = [part for n, state in enumerate(states) for part in (state.following, anchors[n : n + 1])]
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
@@ -274,9 +280,12 @@ class ChainDrafter:
 
 @dataclass(frozen=True)
 class Step:
-    """One drafted token of each of N sequences: tokens [N] int32, and the candidates ids [N, K] they are of.
+    """One drafted token of each of N sequences.
 
-    scores: [N, K] float32, of the candidates. probabilities: [K] of each sequence, None where it was not drawn.
+    tokens: [N] int32.
+    ids: [N, K], the candidates that they were chosen from.
+    scores: [N, K] float32, of the candidates.
+    probabilities: [K] of each sequence, None where it was not drawn.
     finite: bool [N], whether all draft logits were.
     """
 

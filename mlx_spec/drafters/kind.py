@@ -1,4 +1,4 @@
-"""What the loader needs to know of a kind of drafter: each folder beside this file defines one as ``KIND``."""
+"""What the loader needs to know of a kind of drafter: each folder here defines one as ``KIND``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Kind:
     name: its drafters' name, and what ``--drafter`` takes for the demo's.
     title: for messages, such as "MTP head".
     trainer: the module in tools/ that trains one.
-    claims: whether a ``config.json`` alone says that its checkpoint is one of these.
+    claims: whether a ``config.json`` alone shows that its checkpoint is one of these.
     matches: whether a checkpoint is one, for a target of so many layers.
     load: reads a checkpoint and binds it to its target.
     indexed_files: the files of a repo that hold the drafter, by its ``config.json`` and its index (tensor to

@@ -1,7 +1,7 @@
 """A drafter's own keys and values of committed positions, in pages like the target's, which forks share.
 
 Everything is found by absolute position: slot ``position - base`` of a context's pages. Pages that the window has
-left behind are given back, and ``base`` moves on. There is no ring and no ring order.
+has passed are given back, and ``base`` moves on. There is no ring and no ring order.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ def context_pool(rows: mx.array) -> PagePool:
 class ContextKV:
     """Context keys and values of one sequence, in the pages of ``pool``.
 
-    Positions ``base .. cursor - 1`` are held; ``keep`` is how many of the newest a windowed drafter needs, None
-    for all. The first row stands at ``position``.
+    Positions ``base .. cursor - 1`` are held.
+    keep: how many of the newest a windowed drafter needs, None for all.
+    position: of the first row.
     """
 
     def __init__(self, pool: PagePool, keep: int | None, position: int = 0) -> None:
@@ -39,7 +40,7 @@ class ContextKV:
 
     @property
     def cursor(self) -> int:
-        """Where the next row stands."""
+        """Position of the next row."""
         return self.base + self._held.length
 
     def fork(self) -> "ContextKV":
@@ -49,14 +50,14 @@ class ContextKV:
         return copy
 
     def free(self) -> None:
-        """Give all pages back; the context is empty then, and begins where it stood."""
+        """Give all pages back; the context is empty then, and begins at its cursor."""
         self._begin(self.cursor)
 
     def start_at(self, base: int, capture: int) -> None:
         """Let the context begin at position ``base`` of rows that were captured from ``capture`` on.
 
         Used where older positions are outside the window, so that they need not be written. Raises PositionError
-        when ``base`` lies behind the capture or behind the cursor.
+        when ``base`` comes before the capture or before the cursor.
         """
         if base < capture:
             raise PositionError(f"The context cannot begin at position {base}: its capture begins at {capture}.")
@@ -65,13 +66,13 @@ class ContextKV:
         self._begin(base)
 
     def append(self, position: int, rows: mx.array) -> None:
-        """Add rows [n, layers, 2, KV, D] whose first stands at ``position``, see ``append_to``."""
+        """Add rows [n, layers, 2, KV, D], the first at ``position``, see ``append_to``."""
         append_to([(self, position, rows)])
 
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position ahead of the cursor changes nothing.
 
-        Raises PositionError when the pages no longer hold the window before ``position``.
+        Raises PositionError, with nothing changed, when the pages no longer hold the window before ``position``.
         """
         if position >= self.cursor:
             return
@@ -86,7 +87,7 @@ class ContextKV:
     def rewind_or_restart(self, position: int) -> None:
         """Forget positions from ``position`` on; where the window before it is lost, begin again with that window.
 
-        Then the context is empty, and rows from ``cursor`` on, which stands before ``position``, are needed.
+        Then the context is empty, and rows from ``cursor`` on, which is before ``position``, are needed.
         """
         first = self._window_before(position)
         if position >= self.cursor or first >= self.base:
@@ -120,9 +121,11 @@ class ContextKV:
 
 
 def append_to(updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
-    """Add rows [n, layers, 2, KV, D] to contexts of one pool, of each those from a position on, lazily.
+    """Add rows to contexts of one pool, lazily.
 
-    Raises PositionError when a position is not the cursor: a gap or an overlap would shift every key.
+    updates: of each context the position of its first row, and rows [n, layers, 2, KV, D].
+    Raises PositionError, with nothing changed, when a position is not the cursor: a gap or an overlap would shift
+    every key.
     """
     for context, position, _ in updates:
         if position != context.cursor:
@@ -140,6 +143,6 @@ def pages_of(contexts: Sequence[ContextKV]) -> tuple[mx.array, mx.array, mx.arra
     table = page_table([context._held.pages for context in contexts])
     numbers = [context.cursor - context.base for context in contexts]
     # In one piece: what the host writes costs by the piece.
-    packed = mx.array([*numbers, *(page for row in table for page in row)], dtype=mx.int32)
-    lengths, pages = mx.split(resident(packed), [len(contexts)])
+    joined = mx.array([*numbers, *(page for row in table for page in row)], dtype=mx.int32)
+    lengths, pages = mx.split(resident(joined), [len(contexts)])
     return contexts[0].pool.data, pages.reshape(len(contexts), -1), lengths

@@ -1,4 +1,4 @@
-"""Sibling drafts: beside tokens of a drafted chain, the candidates that were next in line. They cost no draft pass."""
+"""Sibling drafts: candidates that were next in line at tokens of a drafted chain. They cost no draft pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,9 @@ Rank = Callable[[int, mx.array, mx.array], mx.array]
 def with_siblings(draft: Draft, siblings: Sequence[int], rank: Rank, anchor_position: int) -> Draft:
     """Add up to ``siblings[i]`` siblings to token i of a chain: the candidates that were next in line there.
 
+    siblings: by token of the chain.
     rank: of the rule that drew the chain, so that siblings are what the rule would draw next, without replacement.
+    anchor_position: of the token that the chain follows.
     A draft without scores gets no siblings.
     """
     if draft.scores is None or draft.parents is not None:
@@ -33,12 +35,12 @@ def with_siblings(draft: Draft, siblings: Sequence[int], rank: Rank, anchor_posi
     values = mx.where(candidates == tokens[:, None], mx.inf, values)
     ranked = mx.take_along_axis(candidates, mx.argsort(-values, axis=-1), axis=-1)
     chosen = ranked[ints(*(at.index(place) for place in places)), ints(*ranks)].astype(mx.int32)
-    beside, probabilities = ints(*places), draft.probabilities
+    at_places, probabilities = ints(*places), draft.probabilities
     return replace(
         draft,
         tokens=mx.concatenate([draft.tokens, chosen]),
-        candidates=mx.concatenate([draft.candidates, draft.candidates[beside]]),
-        scores=mx.concatenate([draft.scores, draft.scores[beside]]),
-        probabilities=None if probabilities is None else mx.concatenate([probabilities, probabilities[beside]]),
+        candidates=mx.concatenate([draft.candidates, draft.candidates[at_places]]),
+        scores=mx.concatenate([draft.scores, draft.scores[at_places]]),
+        probabilities=None if probabilities is None else mx.concatenate([probabilities, probabilities[at_places]]),
         parents=(*range(draft.tokens.size), *places),
     )

@@ -59,11 +59,11 @@ class Tree:
         return tuple(path)
 
     def along_chain(self, path: Sequence[int]) -> int:
-        """Count the rows of a path behind the anchor up to where it siblings the chain."""
+        """Count the rows of a path after the anchor up to where it leaves the chain."""
         return sum(row in self.chain for row in path) - 1
 
     def runner_up(self, path: Sequence[int]) -> bool | None:
-        """Whether a path siblings the chain for the first sibling of the row that fell; None without siblings."""
+        """Whether a path leaves the chain for the first sibling of the rejected row; None without siblings."""
         siblings = self.children[self.chain[self.along_chain(path)]][1:]
         return siblings[0] in path if siblings else None
 

@@ -32,7 +32,7 @@ def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx
 
 
 def draft(folder: Path, target: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """Return hidden states, tokens and probabilities of one round behind a random prompt."""
+    """Return hidden states, tokens and probabilities of one round after a random prompt."""
     drafter = load_dflash2(folder, target, "tiny")
     state = drafter.open()
     features = mx.random.normal((PROMPT, 3 * 64), key=mx.random.key(1))

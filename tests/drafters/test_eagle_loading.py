@@ -47,7 +47,7 @@ def tensors() -> Tensors:
 
 
 def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[list[int]], list[list[float]]]:
-    """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
+    """Candidates and their scores of three chained drafts after a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
     rows = on.forward([(on.open(), TOKENS)], drafter.target_layer_ids)

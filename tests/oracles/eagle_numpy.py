@@ -41,7 +41,7 @@ class EagleOracle:
         )
 
     def chain(self, aux_hidden_states: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
-        """Draft greedily behind n rows of the target's hidden states and the tokens after them.
+        """Draft greedily after n rows of the target's hidden states and the tokens after them.
 
         Returns tokens and logits [count, N].
         """
@@ -107,7 +107,7 @@ class EagleOracle:
         return self.linear(out.reshape(n, -1), f"{place}.o_proj")
 
     def rotate(self, x: Array) -> Array:
-        """Rotate each head; row i stands at position i."""
+        """Rotate each head; row i is at position i."""
         angles = np.arange(len(x))[:, None] / self.theta() ** (np.arange(0, self.dim, 2) / self.dim)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         a, b = np.split(x, 2, axis=-1)

@@ -41,7 +41,7 @@ class MTPOracle:
         self.dim = config.get("head_dim") or config["hidden_size"] // self.heads
 
     def chain(self, hidden: Array, tokens: list[int], count: int) -> tuple[list[int], Array]:
-        """Draft greedily behind n rows of hidden states and next tokens: tokens and logits [count, V]."""
+        """Draft greedily after n rows of hidden states and next tokens: tokens and logits [count, V]."""
         hidden, tokens, logits = list(hidden), list(tokens), []
         for _ in range(count):
             y, normed = self.rows(np.array(hidden), self.embedding[tokens])
@@ -51,7 +51,7 @@ class MTPOracle:
         return tokens[-count:], np.array(logits)
 
     def rows(self, hidden: Array, embedded: Array) -> tuple[Array, Array]:
-        """Return the layer's output and the same behind the norm, both [n, H], of all rows."""
+        """Return the layer's output and the same after the norm, both [n, H], of all rows."""
         parts = [self.norm(embedded, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")]
         x = np.concatenate(parts[::-1] if self.hidden_first else parts, axis=-1) @ self.w["fc.weight"].T
         x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
@@ -86,7 +86,7 @@ class MTPOracle:
         return self.linear(out.reshape(n, -1), "self_attn.o_proj")
 
     def rotate(self, x: Array) -> Array:
-        """Rotate the first part of each head; row i stands at position i."""
+        """Rotate the first part of each head; row i is at position i."""
         dims = int(self.dim * self.partial)
         angles = np.arange(len(x))[:, None] / self.theta ** (np.arange(0, dims, 2) / dims)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]

@@ -16,7 +16,7 @@ def walk_on_host(
     positions: Sequence[int],
     finite: Mapping[str, mx.array],
 ) -> list[Draft]:
-    """Pick one candidate per row of each block, step by step in numpy; arguments and result are those of ``walk``."""
+    """Pick one candidate per row of each block, step by step in numpy; takes and returns what ``walk`` does."""
     ids, unary = np.array(candidates.ids), np.array(candidates.unary)
     gates, successors = np.array(candidates.gates), np.array(candidates.successors)
     proposals = []

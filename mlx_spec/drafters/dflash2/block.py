@@ -19,7 +19,7 @@ from mlx_spec.target.linears import module_rows
 from mlx_spec.target.rope import rope_frequencies
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
-"""Attention of layer l: (l, queries [N, B, H, D], keys and values [N, B, KV, D]) to [N, B, H, D]."""
+"""Attention of layer l: (l, queries [N, B, H, D], keys, values, both [N, B, KV, D]) to [N, B, H, D]."""
 
 
 class GroupedDynamicCausalConv(nn.Module):
@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer over block rows; DFlash 1 has no convolutions."""
+    """One decoder layer over block rows; in DFlash 1 without convolutions."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class DraftLayer(nn.Module):
             self.mlp_conv = GroupedDynamicCausalConv(config)
 
     def __call__(self, x: mx.array, attend: Callable[[Attention, mx.array], mx.array]) -> mx.array:
-        """Run rows [N, B, hidden]; ``attend`` is the attention sublayer without its output projection."""
+        """Run rows [N, B, hidden]. attend: the attention sublayer without its output projection."""
 
         def attention(y: mx.array) -> mx.array:
             return module_rows(attend(self.self_attn, y).reshape(*y.shape[:-1], -1), self.self_attn.o_proj)
@@ -139,9 +139,10 @@ class DraftModel(nn.Module):
     def shrink(self, by: int) -> None:
         """Keep the residual stream, and the fused features, at one ``by``-th of their size.
 
-        Both are only read through norms, and the norm of x / by with eps / by**2 is the norm of x with eps. So with
-        a power of two results stay the same to rounding, as long as float16 does not run out of small numbers.
-        Raises ValueError for weights of a mode that has no scales to divide.
+        Both are only read through norms, and the norm of x / by with eps / by**2 is the norm of x with eps.
+
+        by: a power of two, so that nothing is rounded but numbers that are too small for the type.
+        Raises ValueError for quantised weights of other modes than affine.
         """
         self.embedding_scale /= by
         layers = self.layers
@@ -183,8 +184,11 @@ class DraftModel(nn.Module):
 
 
 def divide_outputs(linear: nn.Module, by: int) -> None:
-    """Divide what a linear module without bias puts out, by its weights. Raises ValueError for modes without biases."""
+    """Divide the outputs of a linear module without bias, by way of its weights.
+
+    Raises ValueError for quantised weights of other modes than affine.
+    """
     quantized = "scales" in linear
     if quantized and "biases" not in linear:
-        raise ValueError(f"weights of mode {linear.mode} cannot be divided.")
+        raise ValueError(f"Weights of mode {linear.mode} have no scales that can be divided.")
     linear.update({name: linear[name] / by for name in (("scales", "biases") if quantized else ("weight",))})

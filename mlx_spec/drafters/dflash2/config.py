@@ -3,6 +3,7 @@
 Sources: Z Lab's ``dflash`` 0.1.0 (native layout), the ``speculators`` library 0.9.0 (speculators layout).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "hidden_act": (None, "silu"),
 }
+# Keys that configurations of other drafters do not have, unless they are of a kind that is asked before.
+KEYS = {"dflash_config", "speculators_model_type"}
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,16 @@ class DFlash2Config:
         return None if window is None or None in self.windows else window - 1
 
 
-def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
-    """Read a drafter's ``config.json``, in the native or in the speculators layout.
+def is_dflash2(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` shows that its checkpoint is a DFlash or DFlash 2 drafter."""
+    return not KEYS.isdisjoint(config)
 
+
+def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
+    """Read a drafter's configuration.
+
+    config: its ``config.json``, in the native or in the speculators layout.
+    name: of the checkpoint, for messages.
     Raises DrafterMismatch that names the key when one is missing, contradictory, or asks for something else than
     DFlash 1 or 2.
     """
@@ -176,7 +186,10 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> list[int]:
-    """Return the target_layer_ids of a DFlash checkpoint that names none: evenly from layer 1 to 3 before the last."""
+    """Return the target_layer_ids of a checkpoint that names none: evenly from layer 1 to 3 before the last.
+
+    target_layers, draft_layers: how many layers the target and the drafter have.
+    """
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]

@@ -15,7 +15,7 @@ from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_to_t
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
-# In float16 the residual stream is kept at an eighth of its size: peaks of 1e5 and more are not rare.
+# In float16 the residual stream is kept at an eighth of its size, so that numbers up to 5e5 fit.
 SHRINK = 8
 
 
@@ -30,7 +30,8 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     config = read_config(raw, name)
     check_target(config.hidden_size, config.vocab_size, target, name, config.num_target_layers)
     check_config(config, target, name)
-    model = build_model(config, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
+    model = DraftModel(config)
+    load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
     if target.dtype == mx.float16:
         shrink(model)
     fit_to_target(model, target, name, dequantize=dequantize)
@@ -57,13 +58,6 @@ def check_config(config: DFlash2Config, target: Target, name: str) -> None:
         raise DrafterMismatch(
             f"{name}: hidden size {config.hidden_size} is no multiple of conv_group_size {config.conv_group_size}."
         )
-
-
-def build_model(config: DFlash2Config, tensors: dict[str, mx.array], name: str) -> DraftModel:
-    """Build the modules of a drafter and load its tensors. Raises DrafterMismatch, see ``load_tensors``."""
-    model = DraftModel(config)
-    load_tensors(model, tensors, name)
-    return model
 
 
 def shrink(model: DraftModel) -> None:

@@ -45,12 +45,17 @@ class BlockState:
         self.context.free()
 
     def check(self, position: int) -> None:
-        """Raise PositionError where rows from ``position`` on would leave a gap or overlap."""
+        """Raise PositionError where rows from ``position`` on would leave a gap or an overlap."""
         if position != self.position:
             raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.position}.")
 
     def add(self, position: int, features: mx.array) -> None:
-        """Let rows wait, with features [n, T * H], the first at ``position``. Raises PositionError like ``check``."""
+        """Let rows wait.
+
+        position: of the first.
+        features: [n, T * H].
+        Raises PositionError for a gap or an overlap.
+        """
         self.check(position)
         self.waiting.append(features)
 

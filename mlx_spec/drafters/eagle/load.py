@@ -61,6 +61,17 @@ def load_eagle(
     return ChainDrafter("eagle", forward, spec.target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
+def check_borrowed(head: EagleHead, config: HeadConfig, target: Target, name: str) -> None:
+    """Raise DrafterMismatch where a head would borrow what its target has in another width."""
+    if config.hidden_size != target.hidden_size:
+        for part in ("embed_tokens", "lm_head"):
+            if part not in head:
+                raise DrafterMismatch(
+                    f"{name}: a head of width {config.hidden_size} needs its own {part}.weight; "
+                    f"that of {target.name} has width {target.hidden_size}."
+                )
+
+
 def build_head(
     config: HeadConfig, spec: EagleSpec, tensors: dict[str, mx.array], declared: set[str], name: str
 ) -> EagleHead:
@@ -75,14 +86,3 @@ def build_head(
         raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
     add_own_ends(head, tensors, config.vocab_size, config.hidden_size)
     return head
-
-
-def check_borrowed(head: EagleHead, config: HeadConfig, target: Target, name: str) -> None:
-    """Raise DrafterMismatch where a head would borrow what its target has in another width."""
-    if config.hidden_size != target.hidden_size:
-        for part in ("embed_tokens", "lm_head"):
-            if part not in head:
-                raise DrafterMismatch(
-                    f"{name}: a head of width {config.hidden_size} needs its own {part}.weight; "
-                    f"that of {target.name} has width {target.hidden_size}."
-                )

@@ -71,7 +71,8 @@ def own_draft_ids(d2t: mx.array, t2d: mx.array | None, target: Target, name: str
     marked = ids if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
     if not np.array_equal(ids, marked):
         raise DrafterMismatch(
-            f"{name}: d2t names {ids.size} tokens, {shown(ids.tolist())}, and t2d {marked.size}, {shown(marked.tolist())}."
+            f"{name}: d2t names {ids.size} tokens, {shown(ids.tolist())}, "
+            f"and t2d {marked.size}, {shown(marked.tolist())}."
         )
     own_ids = [int(i) for i in ids]
     check_draft_ids(own_ids, "d2t", target, name)

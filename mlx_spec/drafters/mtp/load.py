@@ -62,12 +62,18 @@ def load_mtp(
     return ChainDrafter("mtp", forward, target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
-def no_head(name: str) -> str:
-    """Return the message for a checkpoint without a head: where one could come from."""
-    return (
-        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
-        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
-    )
+def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
+    """Build the modules that a checkpoint has tensors for, an embedding and output head of its own included.
+
+    config: of a model whose decoder layer the head has, see ``layer_config``.
+    Raises DrafterMismatch for a configuration that describes no decoder layer.
+    """
+    try:
+        head = MTPHead(config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+    add_own_ends(head, tensors, int(config["vocab_size"]), int(config["hidden_size"]))
+    return head
 
 
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -82,15 +88,9 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: quantization[key] for key in ("group_size", "bits", "mode") if key in quantization} or None
 
 
-def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
-    """Build the modules that a checkpoint has tensors for, an embedding and output head of its own included.
-
-    config: of a model whose decoder layer the head has, see ``layer_config``.
-    Raises DrafterMismatch for a configuration that describes no decoder layer.
-    """
-    try:
-        head = MTPHead(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
-    add_own_ends(head, tensors, int(config["vocab_size"]), int(config["hidden_size"]))
-    return head
+def no_head(name: str) -> str:
+    """Return the message for a checkpoint without a head: where one could come from."""
+    return (
+        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
+        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
+    )
