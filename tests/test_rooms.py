@@ -13,7 +13,7 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 LEVELS: list[dict[str, str]] = [
     {"mlx_spec": "__init__ bench check extract_mtp quantize_drafter", "mlx_spec.generate": "__main__"},
     {"mlx_spec.cli": "bench check extract_mtp generate quantize_drafter"},
-    {"mlx_spec.loading": "draft_vocabulary drafter load weights"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch stream text_stream",
@@ -28,7 +28,7 @@ LEVELS: list[dict[str, str]] = [
     },
     {
         "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
-        "mlx_spec.drafters.dflash2": "block config drafter kind load selector writer",
+        "mlx_spec.drafters.dflash2": "block config drafter kind load selector tensors writer",
         "mlx_spec.drafters.eagle": "head kind load source spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
@@ -55,7 +55,9 @@ ROOT_FILES = {"__init__.py", "bench.py", "cache_folder.py", "check.py", "errors.
 
 def level_of() -> dict[str, int]:
     """Return the level of every module that is named above."""
-    return {f"{room}.{name}": i for i, level in enumerate(LEVELS) for room in level for name in level[room].split()}
+    return {
+        f"{room}.{name}": i for i, level in enumerate(LEVELS) for room in level for name in level[room].split()
+    }
 
 
 def files() -> dict[str, Path]:

@@ -23,7 +23,7 @@ from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.cli.quantize_drafter import plain_tensors, published_names
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
-from mlx_spec.drafters.dflash2.load import native_names
+from mlx_spec.drafters.dflash2.tensors import native_names
 from mlx_spec.errors import DrafterMismatch
 from tools import dflash2_loss as dflash2
 from tools.teacher import Frozen, draw_anchors, expected_head_rows, freeze_target, run_target, watch

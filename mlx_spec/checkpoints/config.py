@@ -8,9 +8,12 @@ from mlx_spec.errors import ModelError
 
 
 def read_config(folder: Path, name: str, what: str, error: type[ModelError]) -> dict[str, Any]:
-    """Return the configuration of ``name``, a ``what`` ("model", "drafter") that lies in ``folder``.
+    """Return the configuration of a checkpoint.
 
-    Raises ``error`` when there is none, or when it is no JSON object.
+    folder: of the checkpoint.
+    name: what the user calls it, for messages.
+    what: "model" or "drafter", for messages.
+    error: raised when there is no configuration, or when it is no JSON object.
     """
     try:
         config = json.loads((folder / "config.json").read_text())

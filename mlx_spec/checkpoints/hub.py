@@ -15,8 +15,10 @@ TORCH_FILES = "pytorch_model*.bin"
 
 
 def resolve(name: str, progress: bool = False) -> Path:
-    """Return the folder of a model: "demo", a folder, or a Hugging Face repo, which is fetched when needed.
+    """Return the folder of a model, which is fetched when needed.
 
+    name: "demo", a folder, or a Hugging Face repo.
+    progress: show how far the demo's download is.
     Raises DownloadError, in one sentence, when there is no such model or it cannot be fetched.
     """
     if name == DEMO:
@@ -40,7 +42,12 @@ def is_repo(name: str) -> bool:
 
 
 def fetch(name: str, patterns: list[str]) -> Path:
-    """Return the folder of a repo, with the files that match. Raises DownloadError."""
+    """Return the folder of a repo, with the files that match.
+
+    name: of the repo, owner/name.
+    patterns: of file names.
+    Raises DownloadError when it cannot be fetched.
+    """
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:

@@ -36,7 +36,10 @@ def read_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
 def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> None:
     """Load tensors into a module, quantised where the checkpoint is, and evaluate them.
 
-    Raises DrafterMismatch that names every missing, unused or wrongly shaped tensor.
+    module: what the tensors are for, not quantised yet.
+    tensors: by their paths in the module.
+    name: of the checkpoint, for messages.
+    Raises DrafterMismatch that names every missing, unused or wrongly shaped tensor, or NaN and infinity.
     """
     try:
         nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
@@ -55,29 +58,40 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
     module.load_weights(list(tensors.items()))
     module.eval()
     mx.eval(module.parameters())
-    broken = [path for path, value in tensors.items() if not _is_finite(value)]
+    broken = [path for path, value in tensors.items() if not is_finite(value)]
     if broken:
         raise DrafterMismatch(f"{name}: NaN or infinity in {', '.join(sorted(broken)[:8])}; download it again.")
 
 
 def quantize_head(head: nn.Module, group_size: int, bits: int, mode: str = "affine") -> None:
-    """Quantise the matrices of a head, all but the small ones that choose experts."""
+    """Quantise the matrices of a head, all but the small ones that choose experts.
 
-    def is_packed(path: str, module: nn.Module) -> bool:
+    group_size: how many weights share a scale; matrices whose width is no multiple of it stay as they are.
+    bits: of a weight.
+    mode: as ``mx.quantize`` takes it.
+    """
+
+    def is_chosen(path: str, module: nn.Module) -> bool:
         routes = path.endswith(("mlp.gate", "shared_expert_gate"))
         return hasattr(module, "to_quantized") and not routes and module.weight.shape[-1] % group_size == 0
 
-    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_packed)
+    nn.quantize(head, group_size, bits, mode=mode, class_predicate=is_chosen)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether any weights of a module are quantised."""
+    return any("scales" in part for part in module.modules())
+
+
+def is_finite(tensor: mx.array) -> bool:
+    """Whether a tensor holds neither NaN nor infinity."""
+    return not mx.issubdtype(tensor.dtype, mx.floating) or bool(mx.all(mx.isfinite(tensor)))
 
 
 def _quantization(path: str, module: nn.Module, tensors: dict[str, mx.array]) -> dict[str, Any] | bool:
     if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
         return False
     return infer_quant_config(path, module, tensors)
-
-
-def _is_finite(tensor: mx.array) -> bool:
-    return not mx.issubdtype(tensor.dtype, mx.floating) or bool(mx.all(mx.isfinite(tensor)))
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Reading tensors that torch saved, without torch and without running anything that a file names.
 
-Such a file is a zip archive: ``data.pkl`` says how tensors are cut out of storages, which lie beside it as plain
-bytes. Pickle can call any function that it names; here it can name five, all of them ours.
+Such a file is a zip archive: ``data.pkl`` describes how tensors are cut out of storages, which are other members,
+plain bytes. Pickle can call any function that it names; here it can name five, all of them ours.
 """
 
 import io
@@ -32,7 +32,7 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class Storage:
-    """The elements of one or several tensors, one behind another."""
+    """The elements of one or several tensors, one after another."""
 
     values: np.ndarray
     dtype: mx.Dtype
@@ -76,7 +76,7 @@ class TensorUnpickler(pickle.Unpickler):
         self._storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in a file. Raises UnpicklingError for all names but a few."""
+        """Return what a name in a file means. Raises UnpicklingError for all names but a few."""
         if module == "torch" and name in STORAGES:
             return name
         known = {
@@ -103,7 +103,12 @@ class TensorUnpickler(pickle.Unpickler):
 def rebuild_tensor(
     storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
 ) -> mx.array:
-    """Cut a tensor out of a storage. Raises UnpicklingError where it would reach beyond the storage."""
+    """Cut a tensor out of a storage.
+
+    offset: of its first element.
+    size, stride: as torch counts them, in elements.
+    Raises UnpicklingError where it would reach beyond the storage.
+    """
     if not isinstance(storage, Storage) or min((offset, *size, *stride), default=0) < 0:
         raise pickle.UnpicklingError("a tensor without a storage")
     if any(n == 0 for n in size):

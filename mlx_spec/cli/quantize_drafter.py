@@ -19,7 +19,7 @@ from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
-from mlx_spec.drafters.dflash2.load import native_names
+from mlx_spec.drafters.dflash2.tensors import native_names
 from mlx_spec.errors import DrafterMismatch
 
 

@@ -121,7 +121,7 @@ class Drafter(Protocol):
     def extend(self, updates: Sequence[tuple[Any, Committed]]) -> None:
         """Add rows that the target committed to their states, in order and without gaps.
 
-        Raises PositionError for a gap or an overlap.
+        Raises PositionError, with nothing changed, for a gap or an overlap.
         """
         ...
 
@@ -139,5 +139,6 @@ class Drafter(Protocol):
 
         That is ``position``, or an earlier one: the target has to run the rows in between again, because the
         drafter needs their hidden states. A position after the state's last row changes nothing.
+        Raises PositionError, with nothing changed, where what the drafter needs before that is lost.
         """
         ...

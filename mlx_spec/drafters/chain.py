@@ -146,13 +146,19 @@ class ChainDrafter:
         return ChainState(ContextKV(self.pool, self.forward.attention.window, position), *self._nothing, position)
 
     def extend(self, updates: Sequence[tuple[ChainState, Committed]]) -> None:
-        """Add committed rows to the pending ones. Raises PositionError for a gap or an overlap."""
+        """Add committed rows to the pending ones.
+
+        Raises PositionError, with nothing changed, for a gap or an overlap.
+        """
+        for state, committed in updates:
+            if committed.position != state.position:
+                raise PositionError(
+                    f"Rows begin at position {committed.position}, the drafter's at {state.position}."
+                )
         for state, committed in updates:
             self._extend(state, committed)
 
     def _extend(self, state: ChainState, committed: Committed) -> None:
-        if committed.position != state.position:
-            raise PositionError(f"Rows begin at position {committed.position}, the drafter's at {state.position}.")
         if state.hidden.shape[0] > MAX_VERIFY_ROWS:
             self._complete(state, self._pre_attention(state, state.following), state.hidden.shape[0] - 1)
             mx.async_eval(self.pool.data)

@@ -1,16 +1,22 @@
-"""What binds a head to its target: the check of its sizes, and its output head over all tokens or some."""
+"""What binds a drafter to its target: checks of its sizes, its floating type, and the output head of drafts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from metal_kernels import linear_rows
+from mlx_spec.checkpoints.tensors import is_finite, is_quantized, quantize_head
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 from mlx_spec.target.linears import linear_of
+
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,103 @@ class DraftHead:
         return best if self.ids is None else self.ids[best]
 
 
-def check_target(hidden_size: int | None, vocab_size: int | None, target: Target, name: str) -> None:
-    """Raise DrafterMismatch, with both numbers, where a head of these sizes does not fit the target."""
-    for what, needed, found in (
-        ("hidden size", hidden_size, target.hidden_size),
-        ("vocabulary size", vocab_size, target.vocab_size),
-    ):
+def check_target(
+    hidden_size: int | None, vocab_size: int | None, target: Target, name: str, num_layers: int | None = None
+) -> None:
+    """Raise DrafterMismatch, with both numbers, where a drafter was made for another target.
+
+    hidden_size, vocab_size: of the target that the drafter was trained with.
+    target: to draft for.
+    name: of the drafter, for the message.
+    num_layers: of that target; None where the checkpoint does not state it.
+    """
+    sizes = [("hidden size", hidden_size, target.hidden_size), ("vocabulary size", vocab_size, target.vocab_size)]
+    if num_layers is not None:
+        sizes.append(("number of target layers", num_layers, target.num_layers))
+    for what, needed, found in sizes:
         if needed != found:
             raise DrafterMismatch(
                 f"{name} expects {what} {needed}; target {target.name} has {found}. "
-                "Use the head that was trained with this target."
+                "Use a drafter trained for this target."
             )
+
+
+def check_draft_ids(ids: Sequence[int], key: str, target: Target, name: str) -> None:
+    """Raise DrafterMismatch for ids of draft tokens that the target does not have, or that come twice.
+
+    A token that comes twice would be drawn with the sum of two probabilities and accepted by one of them.
+
+    ids: the target's ids of the draft tokens, in any order.
+    key: what the checkpoint calls them, for the message.
+    """
+    if not ids:
+        raise DrafterMismatch(f"{name}: {key} names no token; at least one draft token is needed.")
+    for place, token in enumerate(ids):
+        if not 0 <= token < target.vocab_size:
+            raise DrafterMismatch(
+                f"{name}: {key} maps draft token {place} to {token}; the target has {target.vocab_size} tokens."
+            )
+    seen, doubled = set[int](), list[int]()
+    for token in ids:
+        (doubled.append if token in seen else seen.add)(token)
+    if doubled:
+        raise DrafterMismatch(
+            f"{name}: {key} names {shown(sorted(set(doubled)))} more than once; every draft token must be another "
+            "token of the target. Use a checkpoint whose draft tokens are all different."
+        )
+
+
+def shown(ids: Sequence[int]) -> str:
+    """Return the first few of some ids, for a message."""
+    return ", ".join(str(i) for i in ids[:MAX_SHOWN]) + (" ..." if len(ids) > MAX_SHOWN else "")
+
+
+def fit_to_target(
+    module: nn.Module,
+    target: Target,
+    name: str,
+    *,
+    quantization: dict[str, Any] | None = None,
+    dequantize: bool = False,
+) -> None:
+    """Give a drafter's loaded weights the target's floating type, scales and biases included.
+
+    quantization: group_size, bits and mode to quantise with what is not quantised, or None.
+    dequantize: turn quantised weights into plain ones, which are faster on a CPU.
+    Raises DrafterMismatch for weights that the type cannot hold.
+    """
+    module.set_dtype(target.dtype)
+    if quantization is not None and not is_quantized(module):
+        quantize_head(module, **quantization)
+    if dequantize:
+        dequantize_model(module)
+        # Some modes dequantise to bfloat16 whatever the other weights are.
+        module.set_dtype(target.dtype)
+    mx.eval(module.parameters())
+    weights = dict(tree_flatten(module.parameters()))
+    broken = [path for path, value in weights.items() if not is_finite(value)]
+    if broken:
+        raise DrafterMismatch(
+            f"{name}: {', '.join(sorted(broken)[:MAX_SHOWN])} exceed what {type_name(target.dtype)}, the target's "
+            "type, can hold. Load a target in bfloat16 or float32."
+        )
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type, such as "float16"."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def add_own_ends(head: nn.Module, tensors: Mapping[str, mx.array], vocab_size: int, hidden_size: int) -> None:
+    """Add modules for an embedding and an output head of a checkpoint's own, where it has them.
+
+    vocab_size: rows of the embedding.
+    hidden_size: H, of the head's hidden states.
+    """
+    if "embed_tokens.weight" in tensors:
+        head.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+    if "lm_head.weight" in tensors:
+        head.lm_head = nn.Linear(hidden_size, tensors["lm_head.weight"].shape[0], bias=False)
 
 
 def draft_head(

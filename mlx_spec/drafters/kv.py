@@ -74,7 +74,7 @@ class ContextKV:
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position at or after the cursor changes nothing.
 
-        Raises PositionError where the window before ``position`` is no longer held.
+        Raises PositionError, with nothing changed, where the window before ``position`` is no longer held.
         """
         if position >= self.cursor:
             return
@@ -127,7 +127,8 @@ def append_to(updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
     """Append rows to contexts of one pool, lazily, in one write.
 
     updates: (context, position of the first row, rows [n, layers, 2, KV, D]) triples.
-    Raises PositionError where a position is not the cursor: a gap or an overlap would shift every key.
+    Raises PositionError, with nothing changed, where a position is not the cursor: a gap or an overlap would shift
+    every key.
     """
     for context, position, _ in updates:
         if position != context.cursor:

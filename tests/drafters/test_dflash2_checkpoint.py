@@ -32,7 +32,7 @@ def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx
 
 
 def draft(folder: Path, target: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """Return hidden states, tokens and probabilities of one round behind a random prompt."""
+    """Return hidden states, tokens and probabilities of one round after a random prompt."""
     drafter = load_dflash2(folder, target, "tiny")
     state = drafter.open()
     features = mx.random.normal((PROMPT, 3 * 64), key=mx.random.key(1))
@@ -221,7 +221,9 @@ def test_a_wrong_shape_is_named_with_both_shapes(name: str, tmp_path: Path, targ
         ),
         (dict(target_layer_ids=[-1, 2, 3]), r"target_layer_ids must lie in 0 .. 3, found \[-1\]"),
         (dict(mask_token_id=96), r"mask_token_id must lie in 0 .. 95, found \[96\]"),
-        (dict(draft_token_ids=[3, 200]), r"draft_token_ids must lie in 0 .. 95, found \[200\]"),
+        (dict(draft_token_ids=[3, 200]), "draft_token_ids of config.json maps draft token 1 to 200"),
+        (dict(draft_token_ids=[*range(20), 7, 3, 7]), "draft_token_ids of config.json names 3, 7 more than once"),
+        (dict(draft_token_ids=["a"]), "config.json holds a value of the wrong kind"),
         (dict(conv_group_size=48), "hidden size 64 is no multiple of conv_group_size 48"),
     ],
 )
@@ -230,6 +232,14 @@ def test_a_drafter_for_another_target_is_refused(
 ) -> None:
     tensors = random_tensors(dflash2_config())
     refuse(write_drafter(tmp_path, dflash2_config(**changes), tensors), target, match)
+
+
+def test_draft_tokens_may_come_in_any_order(tmp_path: Path, target: Any) -> None:
+    """The order decides between equal draft logits only, and random ones are not equal."""
+    some, tensors = list(range(0, 96, 3)), random_tensors(dflash2_config())
+    ascending = write_drafter(tmp_path / "a", dflash2_config(draft_token_ids=some), tensors)
+    descending = write_drafter(tmp_path / "d", dflash2_config(draft_token_ids=some[::-1]), tensors)
+    assert_same(draft(ascending, target), draft(descending, target), atol=1e-6)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 0.01, 0.5, 0.9999])

@@ -277,7 +277,7 @@ def test_every_qwen3_default_may_be_left_out() -> None:
 
 
 def test_speculators_dflash_1() -> None:
-    """Without DFlash2DraftModel there is no convolution, and sliding layers are causal unless the file says so."""
+    """Without DFlash2DraftModel there is no convolution, and sliding layers are causal if the file is silent."""
     config = dict(SPECULATORS_QWEN3_8B, architectures=["DFlashDraftModel"], speculators_model_type="dflash")
     for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         config.pop(key)

@@ -1,7 +1,7 @@
 """Our block forward and walk against Z Lab's own MLX code and against a float64 oracle, over many rounds.
 
 Everything runs in float32. The three implementations order their sums differently, so they can agree only to
-rounding, and float32 rounding is small enough that a wrong mask, position or kernel (0.01 and more) stands out.
+rounding, and float32 rounding is small enough that a wrong mask, position or kernel (0.01 and more) shows.
 """
 
 from pathlib import Path
@@ -131,7 +131,7 @@ def random_rounds(config: dict[str, Any], prompt: int, seed: int) -> tuple[list[
     held, meets_defect = 0, []
     for features in rounds:
         slides = SLIDING in (config.get("layer_types") or [])
-        # Its ring of window - 1 rows writes one appended row at the front and masks as if it stood at the end.
+        # Its ring of window - 1 rows writes one appended row at the front and masks as if it were at the end.
         meets_defect.append(slides and features.shape[0] == 1 and held >= config["sliding_window"] - 1)
         held += features.shape[0]
     return rounds, anchors, meets_defect

@@ -323,3 +323,49 @@ def test_rows_outside_the_window_are_not_computed(tmp_path: Path) -> None:
     extend(drafter, state, Committed(0, mx.zeros(310, dtype=mx.int32), prompt))
     assert (state.context.base, state.context.cursor) == (287, 310)
     assert mx.all(mx.isfinite(block(drafter, state, 7, 8))).item()
+
+
+def wait(drafter: DFlash2Drafter, state: BlockState, count: int, seed: int) -> None:
+    """Commit rows after those that the state holds."""
+    rows = Committed(state.position, mx.zeros(count, dtype=mx.int32), features(count, seed))
+    extend(drafter, state, rows)
+
+
+def test_a_refused_rewind_changes_nothing(tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+    refused, other = drafter.open(), drafter.open()
+    for state in (refused, other):
+        wait(drafter, state, 200, seed=1)
+        wait(drafter, state, 3, seed=2)
+    with pytest.raises(PositionError, match="Cannot rewind to position 50"):
+        drafter.rewind(refused, 50)
+    assert (refused.position, refused.waiting_rows) == (203, 3)
+    assert mx.array_equal(block(drafter, refused, 7, 8), block(drafter, other, 7, 8))
+
+
+@pytest.mark.parametrize("position", [39, 41])
+def test_a_refused_extension_of_several_sequences_changes_none(position: int, tmp_path: Path) -> None:
+    drafter = load(tmp_path)
+    first, second = drafter.open(), drafter.open()
+    wait(drafter, second, 40, seed=1)
+    rows = [Committed(at, mx.zeros(2, dtype=mx.int32), features(2)) for at in (0, position)]
+    with pytest.raises(PositionError, match=f"position {position}, the cursor is at 40"):
+        drafter.extend([(first, rows[0]), (second, rows[1])])
+    assert (first.position, second.position) == (0, 40)
+
+
+def test_a_write_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows wait than the window holds, so that the context would begin anew."""
+    drafter = load(tmp_path)
+    failed, other = drafter.open(), drafter.open()
+    for state in (failed, other):
+        state.add(0, features(40, seed=1))
+
+    def fails(features: mx.array, positions: mx.array) -> mx.array:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(drafter.writer, "project", fails)
+        drafter.writer.write([failed])
+    assert failed.position == 40
+    assert mx.array_equal(block(drafter, failed, 7, 8), block(drafter, other, 7, 8))

@@ -169,3 +169,12 @@ def test_a_window_forgets_old_rows_and_asks_for_them_again(heads: Heads) -> None
             drafter, state, Committed(300, mx.array([1], dtype=mx.int32), mx.zeros((1, 192), dtype=mx.bfloat16))
         )
     assert drafter.rewind(state, 0) == 0
+
+
+def test_a_refused_extension_of_several_sequences_changes_none(heads: Heads) -> None:
+    drafter = heads("windowed", "llama", None)
+    rows = mx.zeros((2, 192), dtype=mx.bfloat16)
+    first, second = drafter.open(), drafter.open()
+    with pytest.raises(PositionError, match="Rows begin at position 7, the drafter's at 0"):
+        drafter.extend([(s, Committed(at, mx.array([1, 2]), rows)) for s, at in ((first, 0), (second, 7))])
+    assert (first.position, second.position) == (0, 0)

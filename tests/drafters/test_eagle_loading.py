@@ -47,7 +47,7 @@ def tensors() -> Tensors:
 
 
 def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[list[int]], list[list[float]]]:
-    """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
+    """Candidates and their scores of three chained drafts after a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
     rows = on.forward([(on.open(), TOKENS)], drafter.target_layer_ids)
@@ -281,6 +281,8 @@ def short(**changes: mx.array) -> Tensors:
         # Ids of the target in place of offsets: the last ones lead out of the vocabulary.
         (lambda t: short(d2t=mx.array(SHORT)), ("d2t", "3, 5, 10", "below 96")),
         (lambda t: short(d2t=OFFSETS["d2t"] * 0 - mx.arange(16)), ("d2t", "0, 0, 0")),
+        (lambda t: short(d2t=OFFSETS["d2t"] - (mx.arange(16) == 9)), ("d2t", "no ascending ids")),
+        (lambda t: short(d2t=mx.zeros((0,), dtype=mx.int32), t2d=mx.zeros(96) > 0), ("d2t names no token",)),
         (lambda t: short(t2d=mx.arange(96) < 16), ("d2t names 16 tokens, 3, 4, 8", "t2d 16, 0, 1, 2")),
         (lambda t: short(t2d=mx.arange(96) < 5), ("d2t names 16 tokens", "t2d 5, 0, 1")),
         (lambda t: t | OFFSETS, ("scores 40 tokens", "d2t names 16")),

@@ -1,7 +1,7 @@
 """EAGLE heads against the speculators library, and against float64 numpy in every layout that heads come in.
 
-Our side runs in float32: a wrong mask, position, norm or concatenation (0.01 and more) stands out from rounding.
-``oracles/write_speculators.py`` says how the library's heads and logits were made.
+Our side runs in float32: a wrong mask, position, norm or concatenation (0.01 and more) exceeds rounding by far.
+``oracles/write_speculators.py`` shows how the library's heads and logits were made.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from mlx_spec.drafters.eagle.load import load_eagle
 ROUNDING = 2e-4
 COUNT = 5
 FOLDERS = sorted((Path(__file__).parent.parent / "oracles" / "speculators").iterdir())
-# What a head has, what its config says, and what that means for the formulas.
+# What a head has, what its config states, and what that means for the formulas.
 VARIANTS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "EAGLE-1": (1, ("fc bias",), {}, {}),
     "EAGLE-1 without bias": (1, (), {"bias": False, "rope_theta": 500000.0}, {}),
@@ -54,12 +54,12 @@ def watched(seen: list[np.ndarray], forced: list[int] | None = None) -> Any:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
-    """Chains with the tokens that came, behind every row, as rows are committed a few at a time."""
+    """Chains with the tokens that came, after every row, as rows are committed a few at a time."""
     expected = np.load(folder / "expected.npz")
     drafter = load_eagle(folder, tiny_target("llama", mx.float32), folder.name)
     tokens, steps = expected["tokens"].tolist(), len(expected["logits"])
     hidden, ids = mx.array(expected["hidden"]).astype(mx.float32), np.array(drafter.head.ids)
-    # The library's window stands still while a chain goes on; in decoding it moves, so only first drafts agree.
+    # The library's window stays while a chain goes on; in decoding it moves, so only first drafts agree.
     agreeing = 1 if folder.name == "windowed" else steps
     state, done, compared = drafter.open(), 0, 0
     for size in (1, 2, 20, 3, 1, 4, 1, 5):
@@ -67,7 +67,7 @@ def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
         extend(drafter, state, Committed(done, mx.array(tokens[rows], dtype=mx.int32), hidden[rows]))
         done += size
         seen: list[np.ndarray] = []
-        # The library ends its texts with zeros, which stand for no token that came.
+        # The library ends its texts with zeros, which are no token that came.
         forced = [*tokens[done + 1 :], *[0] * steps][:steps]
         propose(drafter, state, tokens[done], steps, watched(seen, forced))
         for step, row in enumerate(seen[:agreeing]):
@@ -79,7 +79,7 @@ def test_draft_logits_equal_those_of_speculators(folder: Path) -> None:
 
 
 def run_rounds(drafter: ChainDrafter, oracle: EagleOracle, sizes: list[int]) -> None:
-    """Commit rows in pieces of these sizes and compare the chain behind each piece."""
+    """Commit rows in pieces of these sizes and compare the chain after each piece."""
     rng, width = np.random.default_rng(7), 64 * len(drafter.target_layer_ids)
     tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]
     aux_hidden_states = rng.standard_normal((sum(sizes), width)).astype(np.float32)

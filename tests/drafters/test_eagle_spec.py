@@ -1,4 +1,4 @@
-"""What a loader may take wrongly drafts worse, and load() says so: on a target and heads that were trained."""
+"""What a loader may take wrongly drafts worse, and load() reports it: on a target and heads that were trained."""
 
 import json
 import warnings
@@ -36,12 +36,12 @@ Change = Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]]
 
 
 def configured(**changes: Any) -> Change:
-    """Say something else in the config."""
+    """State something else in the config."""
     return lambda config, tensors: ({**config, **changes}, tensors)
 
 
 def as_speculators(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Say that what is fed back is normed, which only that layout can say."""
+    """State that what is fed back is normed, which only that layout can state."""
     layer = {key: value for key, value in config.items() if key not in ("architectures", "eagle_config")}
     ids = [i + 1 for i in config["eagle_config"][LAYER_IDS]]
     return {
@@ -193,7 +193,7 @@ def test_the_hidden_state_before_the_final_norm_is_worse_for_eagle_1() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_an_embedding_of_another_token_is_worse(kind: str) -> None:
-    """Pairs of a hidden state and the token at its own position, not the one behind it."""
+    """Pairs of a hidden state and the token at its own position, not the one after it."""
     engine, drafter = trio(kind)[0], drafter_of(kind)
     late = ChainDrafter("eagle", drafter.forward, drafter.target_layer_ids, engine.target, drafter.head)
     late.embed = lambda ids: engine.target.embed(mx.roll(ids, 1))

@@ -1,4 +1,4 @@
-"""Where heads lie, what their norm weights stand for, trimmed vocabularies, and what is refused."""
+"""Where heads are, how norm weights are stored, trimmed vocabularies, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def tensors() -> Tensors:
 
 
 def candidates(drafter: ChainDrafter, on: Target | None = None) -> tuple[list[list[int]], list[list[float]]]:
-    """Candidates and their scores of three chained drafts behind a short text: equal weights give equal ones."""
+    """Candidates and their scores of three chained drafts after a short text: equal weights give equal ones."""
     on, scores = on or target(), []
     state = drafter.open()
     rows = on.forward([(on.open(), TOKENS)], drafter.target_layer_ids)
@@ -160,7 +160,7 @@ def means(qk: float, low: float, final: float = 2.4) -> Tensors:
         (means(0.75, 0.39), True),
         (means(1.73, 0.87), False),
         (means(1.75, 1.39), False),
-        # One kind of norm alone says nothing, nor does the final norm.
+        # One kind of norm alone decides nothing, nor does the final norm.
         (means(1.73, 0.30), False),
         (means(0.73, 0.87), False),
         (means(0.73, 0.30, final=1.0), True),
@@ -297,6 +297,8 @@ def test_a_broken_index(contents: str, tmp_path: Path) -> None:
         (lambda t: t | {"fc.weight": t["fc.weight"] * mx.inf}, ("NaN or infinity in fc.weight",)),
         (lambda t: t | {"d2t": mx.array([3, 96, 4])}, ("draft token 1 to 96", "has 96")),
         (lambda t: t | {"d2t": mx.array([3, -1])}, ("draft token 1 to -1",)),
+        (lambda t: t | {"d2t": mx.array([3, 9, 4, 9, 3])}, ("d2t names 3, 9 more than once", "all different")),
+        (lambda t: t | {"d2t": mx.zeros((0,), dtype=mx.int32)}, ("d2t names no token",)),
         (
             lambda t: t | {"d2t": mx.array([3, 4]), "lm_head.weight": mx.ones((3, 64))},
             ("scores 3 tokens", "d2t names 2"),

@@ -1,6 +1,6 @@
 """The head's chain against float64 numpy, over many rounds, in every layout that heads are published in.
 
-Our side runs in float32: a wrong mask, position or concatenation (0.01 and more) stands out from rounding.
+Our side runs in float32: a wrong mask, position or concatenation (0.01 and more) exceeds rounding by far.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def watched(seen: list[np.ndarray]) -> object:
 
 
 def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> None:
-    """Commit rows in pieces of these sizes and compare the chain behind each piece."""
+    """Commit rows in pieces of these sizes and compare the chain after each piece."""
     rng, width = np.random.default_rng(7), drafter.forward.norm_embedding.weight.size
     tokens = [int(t) for t in rng.integers(0, 96, sum(sizes) + 1)]
     hidden = rng.standard_normal((sum(sizes), width)).astype(np.float32)

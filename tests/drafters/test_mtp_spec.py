@@ -1,4 +1,4 @@
-"""A head that is wired wrongly drafts worse, and load() says so: on tiny targets and heads that were trained."""
+"""A head wired wrongly drafts worse, and load() reports it: on tiny targets and heads that were trained."""
 
 import json
 import warnings
@@ -89,7 +89,7 @@ def test_drafts_are_right_about_half_of_the_time(kind: str) -> None:
 
 @cache
 def decoded(kind: str, wiring: str) -> tuple[float, list[str]]:
-    """The mean accepted length of a wiring, and the texts that were said."""
+    """The mean accepted length of a wiring, and the texts that came."""
     drafter = rewired(kind, WRONG.get(wiring, lambda rows: rows))
     engine, tokenizer = Engine(loaded(kind)[0].target, drafter), loaded(kind)[1]
     # Sampled, because greedy texts of so small a model soon repeat themselves.
@@ -159,18 +159,18 @@ def wirings() -> list[dict[str, str | None]]:
     return [entry for entry in known.values() if "better" in entry]
 
 
-def behind_target(kind: str, tensors: Tensors) -> Tensors:
-    """Number a head's layer behind the target's."""
+def after_target(kind: str, tensors: Tensors) -> Tensors:
+    """Number a head's layer after the target's."""
     return renamed(tensors, NEXTN, f"model.layers.{layer_of(kind)['num_hidden_layers']}.")
 
 
 # Heads under the names of families that are wired otherwise, though they were trained as Qwen's: a model type, and
 # the stored tensors by those of the head.
 SIDECARS: dict[str, tuple[str, Callable[[str, Tensors], Tensors]]] = {
-    "the hidden state after the final norm": ("step3p5_mtp", lambda k, t: behind_target(k, zero_centred(t))),
+    "the hidden state after the final norm": ("step3p5_mtp", lambda k, t: after_target(k, zero_centred(t))),
     "embedding and hidden state swapped": ("mimo_mtp", lambda k, t: renamed(t, MIMO, "model.mtp_layers.0.")),
     "its norm weights one smaller": ("qwen3_5_mtp", lambda k, t: shift_norms(t, 1.0)),
-    "its norm weights one larger": ("deepseek_v3_mtp", lambda k, t: behind_target(k, zero_centred(t))),
+    "its norm weights one larger": ("deepseek_v3_mtp", lambda k, t: after_target(k, zero_centred(t))),
 }
 
 

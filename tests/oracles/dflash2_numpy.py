@@ -52,6 +52,7 @@ class DFlash2Oracle:
         self.is_dflash2 = "DFlash2DraftModel" in config["architectures"]
         self.context: list[list[tuple[Array, Array]]] = [[] for _ in self.kinds]
         self.margin = float("inf")
+        self.peak = 0.0
 
     def commit(self, features: Array) -> None:
         """Append context keys and values made from target features [n, T * H]."""
@@ -61,12 +62,16 @@ class DFlash2Oracle:
                 kept.append(self.key_value(layer, fused, len(kept)))
 
     def hidden(self, anchor: int, rows: int) -> Array:
-        """Return the final-normed hidden states [rows, H] of a block whose anchor is the next position."""
+        """Return the final-normed hidden states [rows, H] of a block whose anchor is the next position.
+
+        ``peak`` becomes the largest number of the residual stream after a layer.
+        """
         x = self.embedding[[anchor] + [self.d["mask_token_id"]] * (rows - 1)]
         x = x * self.d.get("input_embedding_scale", 1.0)
         for layer in range(len(self.kinds)):
             x = x + self.around(layer, "attention_conv", "input_layernorm", x, self.attention)
             x = x + self.around(layer, "mlp_conv", "post_attention_layernorm", x, self.feed_forward)
+            self.peak = max(self.peak, float(np.abs(x).max()))
         return self.norm(x, "norm")
 
     def path(self, hidden: Array, anchor: int) -> list[int]:

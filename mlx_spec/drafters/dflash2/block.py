@@ -19,7 +19,7 @@ from mlx_spec.target.linears import module_rows
 from mlx_spec.target.rope import rope_frequencies
 
 Attend = Callable[[int, mx.array, mx.array, mx.array], mx.array]
-"""Attention of layer l: (l, queries [N, B, H, D], keys and values [N, B, KV, D]) to [N, B, H, D]."""
+"""Attention of layer l: (l, queries [N, B, H, D], keys, values, both [N, B, KV, D]) to [N, B, H, D]."""
 
 
 class GroupedDynamicCausalConv(nn.Module):
@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer over block rows; DFlash 1 has no convolutions."""
+    """One decoder layer over block rows; in DFlash 1 without convolutions."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class DraftLayer(nn.Module):
             self.mlp_conv = GroupedDynamicCausalConv(config)
 
     def __call__(self, x: mx.array, attend: Callable[[Attention, mx.array], mx.array]) -> mx.array:
-        """Run rows [N, B, hidden]; ``attend`` is the attention sublayer without its output projection."""
+        """Run rows [N, B, hidden]. attend: the attention sublayer without its output projection."""
 
         def attention(y: mx.array) -> mx.array:
             return module_rows(attend(self.self_attn, y).reshape(*y.shape[:-1], -1), self.self_attn.o_proj)
@@ -113,11 +113,15 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The drafter's own weights; embedding and output head are the target's."""
+    """The drafter's own weights; embedding and output head are the target's.
+
+    embedding_scale: what to multiply the target's embeddings with.
+    """
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
         width = config.hidden_size
+        self.embedding_scale = config.input_embedding_scale
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
@@ -131,6 +135,22 @@ class DraftModel(nn.Module):
             scaling_config=config.rope_scaling,
             max_position_embeddings=config.max_position_embeddings,
         )
+
+    def shrink(self, by: int) -> None:
+        """Keep the residual stream, and the fused features, at one ``by``-th of their size.
+
+        Both are only read through norms, and the norm of x / by with eps / by**2 is the norm of x with eps.
+
+        by: a power of two, so that nothing is rounded but numbers that are too small for the type.
+        Raises ValueError for quantised weights of other modes than affine.
+        """
+        self.embedding_scale /= by
+        layers = self.layers
+        for linear in (self.fc, *(x.self_attn.o_proj for x in layers), *(x.mlp.up_proj for x in layers)):
+            divide_outputs(linear, by)
+        norms = [norm for x in layers for norm in (x.input_layernorm, x.post_attention_layernorm)]
+        for norm in (self.hidden_norm, *norms, self.norm):
+            norm.eps /= by**2
 
     @property
     def rope(self) -> Rope:
@@ -146,9 +166,11 @@ class DraftModel(nn.Module):
         return self.hidden_norm(module_rows(features, self.fc))
 
     def __call__(self, x: mx.array, position: mx.array | int, attend: Attend) -> mx.array:
-        """Run blocks of embedded rows [N, B, H] whose anchors stand at ``position``.
+        """Run blocks of rows and return the final-normed hidden states [N, B, H].
 
-        ``attend`` brings context and visibility. Returns the final-normed hidden states [N, B, H].
+        x: [N, B, H], the scaled embeddings, the anchors' first.
+        position: of the anchor, one for all blocks or int32 [N].
+        attend: brings context and visibility.
         """
         for index, layer in enumerate(self.layers):
 
@@ -159,3 +181,14 @@ class DraftModel(nn.Module):
 
             x = layer(x, attention)
         return self.norm(x)
+
+
+def divide_outputs(linear: nn.Module, by: int) -> None:
+    """Divide the outputs of a linear module without bias, by way of its weights.
+
+    Raises ValueError for quantised weights of other modes than affine.
+    """
+    quantized = "scales" in linear
+    if quantized and "biases" not in linear:
+        raise ValueError(f"Weights of mode {linear.mode} have no scales that can be divided.")
+    linear.update({name: linear[name] / by for name in (("scales", "biases") if quantized else ("weight",))})

@@ -3,12 +3,13 @@
 Sources: Z Lab's ``dflash`` 0.1.0 (native layout), the ``speculators`` library 0.9.0 (speculators layout).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.errors import DrafterMismatch
 
-# Values that transformers' Qwen3Config siblings out of a saved configuration because they are its defaults.
+# Values that transformers' Qwen3Config leaves out of a saved configuration because they are its defaults.
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -35,14 +36,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "hidden_act": (None, "silu"),
 }
+# Keys that configurations of other drafters do not have, unless they are of a kind that is asked before.
+KEYS = {"dflash_config", "speculators_model_type"}
 
 
 @dataclass(frozen=True)
 class DFlash2Config:
-    """Settings of a drafter. DFlash 1 has ``conv_kernel_size`` and ``selector_rank`` 0.
+    """Settings of a drafter, by the names of the native layout. Those that are not:
 
-    ``causal``: per layer, whether a block row sees only the block rows before it. ``windows``: per layer, the
-    sliding window or None. ``draft_token_ids``: ids that the draft head scores, ascending; None for all.
+    causal: per layer, whether a block row sees only the block rows before it.
+    windows: per layer, the sliding window, or None.
+    conv_kernel_size, selector_rank: 0 in DFlash 1.
+    draft_token_ids: the target's ids of the draft tokens, each once; None for all. Their order matters only
+        between equal draft logits, of which the first is drafted.
     """
 
     hidden_size: int
@@ -78,9 +84,16 @@ class DFlash2Config:
         return None if window is None or None in self.windows else window - 1
 
 
-def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
-    """Read a drafter's ``config.json``, in the native or in the speculators layout.
+def is_dflash2(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` shows that its checkpoint is a DFlash or DFlash 2 drafter."""
+    return not KEYS.isdisjoint(config)
 
+
+def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
+    """Read a drafter's configuration.
+
+    config: its ``config.json``, in the native or in the speculators layout.
+    name: of the checkpoint, for messages.
     Raises DrafterMismatch that names the key when one is missing, contradictory, or asks for something else than
     DFlash 1 or 2.
     """
@@ -168,12 +181,15 @@ def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
         input_embedding_scale=float(flat.get("input_embedding_scale", 1.0)),
         output_multiplier=float(flat.get("output_multiplier", 1.0)),
         final_logit_softcapping=float(cap) if cap and cap > 0 else None,
-        draft_token_ids=tuple(draft_ids) if draft_ids else None,
+        draft_token_ids=tuple(int(i) for i in draft_ids) if draft_ids else None,
     )
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> list[int]:
-    """Return the target_layer_ids of a DFlash checkpoint that names none: evenly from layer 1 to 3 before the last."""
+    """Return the target_layer_ids of a checkpoint that names none: evenly from layer 1 to 3 before the last.
+
+    target_layers, draft_layers: how many layers the target and the drafter have.
+    """
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]

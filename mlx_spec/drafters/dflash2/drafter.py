@@ -43,7 +43,12 @@ class DFlash2Drafter:
         return BlockState(ContextKV(self.pool, self.config.context_window, position))
 
     def extend(self, updates: Sequence[tuple[BlockState, Committed]]) -> None:
-        """Let committed rows wait for the next draft. Raises PositionError for a gap or an overlap."""
+        """Let committed rows wait for the next draft.
+
+        Raises PositionError, with nothing changed, for a gap or an overlap.
+        """
+        for state, rows in updates:
+            state.check(rows.position)
         for state, rows in updates:
             state.add(rows.position, rows.aux_hidden_states)
         many = [state for state, _ in updates if state.waiting_rows > MAX_VERIFY_ROWS]
@@ -53,7 +58,7 @@ class DFlash2Drafter:
             mx.async_eval(self.pool.data)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft the tokens behind all anchors in one block forward, whose blocks are as long as the longest request's.
+        """Draft after all anchors, in one block forward whose blocks are as long as the longest request's.
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
@@ -81,16 +86,24 @@ class DFlash2Drafter:
         return self.walk(selector, candidates, requests, [request.state.position for request in requests], finite)
 
     def rewind(self, state: BlockState, position: int) -> int:
-        """Forget rows from ``position`` on; ahead of the newest there is nothing to forget."""
+        """Forget rows from ``position`` on, and return the position that the next committed row must have.
+
+        Raises PositionError, with nothing changed, when the window before them is lost.
+        """
         state.rewind(position)
         return state.position
 
     def block(self, states: Sequence[BlockState], anchors: Sequence[int], rows: int) -> mx.array:
-        """Run the block forward of N sequences: final-normed hidden states [N, rows, H], the anchors' first."""
+        """Return the final-normed hidden states [N, rows, H] of a block forward.
+
+        states: of N sequences, whose waiting rows are written.
+        anchors: their token ids.
+        rows: of each block, the anchor included.
+        """
         self.writer.write(states)
         embedded = self._embed(mx.array(list(anchors)))[:, None]
         masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
-        scale = self.config.input_embedding_scale
+        scale = self.model.embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
         x = x if scale == 1.0 else x * scale
 

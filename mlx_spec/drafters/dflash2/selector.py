@@ -2,7 +2,8 @@
 
     score_t(a, b) = unary_t(b) + sum_r predecessor[a, r] * gate_t[r] * successor[b, r]
 
-The walk starts at the anchor and picks row by row, inside the graph. Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
+The walk starts at the anchor and picks row by row, inside the graph.
+Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,10 @@ class CandidateSelector(nn.Module):
 class Candidates:
     """The best K tokens of every mask row of N blocks.
 
-    ids: [N, k, K] int32, best first. unary: [N, k, K] float32, their transformed logits. gates: [N, k, R] float32
-    and successors: [N, k, K, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
+    ids: [N, k, K] int32, best first.
+    unary: [N, k, K] float32, their transformed logits.
+    gates: [N, k, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
+    successors: [N, k, K, R] float32.
     """
 
     ids: mx.array
@@ -43,7 +46,13 @@ class Candidates:
 def gather_candidates(
     selector: CandidateSelector | None, hidden: mx.array, ids: mx.array, unary: mx.array
 ) -> Candidates:
-    """Look up what the walk needs. hidden: [N, k, H], ids and unary: [N, k, K]. Scores are kept in float32."""
+    """Look up what the walk needs; scores are kept in float32.
+
+    selector: None in DFlash 1.
+    hidden: [N, k, H], of the mask rows.
+    ids: [N, k, K] int32, of the candidates, best first.
+    unary: [N, k, K], their transformed logits.
+    """
     unary = unary.astype(mx.float32)
     if selector is None:
         return Candidates(ids, unary, mx.zeros((*ids.shape[:2], 0)), mx.zeros((*ids.shape, 0)))
@@ -60,7 +69,11 @@ def walk(
 ) -> list[Draft]:
     """Pick one candidate per row of each block, inside the graph.
 
-    positions: of the anchors. finite: by stage of the pass, bool [N], see Draft.
+    selector: None in DFlash 1.
+    candidates: of the mask rows of N blocks.
+    requests: of N sequences.
+    positions: of their anchors.
+    finite: by stage of the pass, bool [N], see Draft.
     """
     previous = mx.array([request.anchor for request in requests])
     paths: list[list[mx.array]] = [[] for _ in requests]

@@ -17,8 +17,9 @@ from mlx_spec.target.linears import joined_linears
 class BlockState:
     """What the drafter remembers of a sequence.
 
-    context: keys and values of committed rows. waiting: features [n, T * H] of those behind them, whose keys and
-    values are not written yet. A draft writes all of them at once, so rounds without one cost next to nothing.
+    context: keys and values of committed rows.
+    waiting: features [n, T * H] of the rows after these, whose keys and values are not written yet. A draft writes
+        all of them at once, so rounds without one cost next to nothing.
     """
 
     context: ContextKV
@@ -26,7 +27,7 @@ class BlockState:
 
     @property
     def position(self) -> int:
-        """Where the next committed row stands."""
+        """Position of the next committed row."""
         return self.context.cursor + self.waiting_rows
 
     @property
@@ -43,18 +44,30 @@ class BlockState:
         self.waiting = []
         self.context.free()
 
-    def add(self, position: int, features: mx.array) -> None:
-        """Let rows wait whose first stands at ``position``. Raises PositionError for a gap or an overlap."""
+    def check(self, position: int) -> None:
+        """Raise PositionError where rows from ``position`` on would leave a gap or an overlap."""
         if position != self.position:
             raise PositionError(f"Context rows begin at position {position}, the cursor is at {self.position}.")
+
+    def add(self, position: int, features: mx.array) -> None:
+        """Let rows wait.
+
+        position: of the first.
+        features: [n, T * H].
+        Raises PositionError for a gap or an overlap.
+        """
+        self.check(position)
         self.waiting.append(features)
 
     def rewind(self, position: int) -> None:
-        """Forget rows from ``position`` on, see ``ContextKV.rewind``."""
+        """Forget rows from ``position`` on.
+
+        Raises PositionError, with nothing changed, when the window before them is lost; see ``ContextKV.rewind``.
+        """
         keep = position - self.context.cursor
         if keep <= 0:
-            self.waiting = []
             self.context.rewind(position)
+            self.waiting = []
         elif keep < self.waiting_rows:
             self.waiting = [mx.concatenate(self.waiting)[:keep]]
 
@@ -62,7 +75,7 @@ class BlockState:
 class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
-    The k_proj and v_proj weights of all layers are laid side by side once, where they are packed alike.
+    The k_proj and v_proj weights of all layers are laid side by side once, where they are quantised alike.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -75,32 +88,40 @@ class ContextWriter:
         self.rope = model.rope
 
     def write(self, states: Sequence[BlockState]) -> None:
-        """Write what waits; rows that the window would drop at once are not computed."""
-        behind = [state for state in states if state.waiting]
-        if not behind:
+        """Write what waits, but for rows that the window would drop at once: these are not computed."""
+        due = [state for state in states if state.waiting]
+        if not due:
             return
-        parts = [self._inside(state.context, mx.concatenate(state.waiting)) for state in behind]
-        features = [part for _, _, part in parts]
-        positions = [mx.arange(at, at + part.shape[0], dtype=mx.int32) for _, at, part in parts]
-        if len(parts) == 1:
+        for state in due:
+            self._skip_outside(state)
+        features = [state.waiting[0] for state in due]
+        starts = [state.context.cursor for state in due]
+        positions = [
+            mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
+        ]
+        if len(due) == 1:
             written = [self.project(features[0], positions[0])]
         else:
-            ends = list(accumulate(part.shape[0] for part in features))[:-1]
+            ends = list(accumulate(rows.shape[0] for rows in features))[:-1]
             written = list(mx.split(self.project(mx.concatenate(features), mx.concatenate(positions)), ends))
-        append_to([(context, at, rows) for (context, at, _), rows in zip(parts, written, strict=True)])
-        for state in behind:
+        append_to([(state.context, at, rows) for state, at, rows in zip(due, starts, written, strict=True)])
+        for state in due:
             state.waiting = []
 
-    def _inside(self, context: ContextKV, features: mx.array) -> tuple[ContextKV, int, mx.array]:
-        count, position = features.shape[0], context.cursor
-        if context.keep is not None and count > context.keep:
-            skipped = count - context.keep
-            context.start_at(position + skipped, capture=position)
-            position, features = position + skipped, features[skipped:]
-        return context, position, features
+    def _skip_outside(self, state: BlockState) -> None:
+        """Make one array of what waits, of rows inside the window only. The state's position stays what it is."""
+        features, context = mx.concatenate(state.waiting), state.context
+        skipped = 0 if context.keep is None else max(0, features.shape[0] - context.keep)
+        state.waiting = [features[skipped:]]
+        if skipped:
+            context.start_at(context.cursor + skipped, capture=context.cursor)
 
     def project(self, features: mx.array, positions: mx.array) -> mx.array:
-        """Return the context keys and values [n, layers, 2, KV, D] of rows at ``positions`` [n] int32."""
+        """Return context keys and values [n, layers, 2, KV, D].
+
+        features: [n, T * H], in the target's floating type.
+        positions: [n] int32.
+        """
         count, layers = features.shape[0], len(self.model.layers)
         projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)
         return context_kv(projected, self.norms, positions, self.rope, eps=self.eps)

@@ -1,7 +1,7 @@
-"""The EAGLE head: one decoder layer over hidden states of the target and the embedding of the token behind them.
+"""The EAGLE head: one decoder layer over hidden states of the target and the embedding of the token after them.
 
 For row i, at position i of the target, with token i + 1 known, EAGLE-1 and 2 compute from the target's last hidden
-state h, behind the final norm:
+state h, after the final norm:
 
     z = fc([embedding of token i + 1; h])
     y = decoder layer(z) without a norm before attention, which gives the logits of token i + 2 and the next h
@@ -162,7 +162,12 @@ class EagleForward:
         return aux_hidden_states if self.fc is None else linear_rows(aux_hidden_states, self.fc)
 
     def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
-        """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
+        """Run rows up to attention.
+
+        embedded: [R, H], of the tokens after the rows.
+        hidden: [R, H], from ``features`` or from the row before.
+        positions: [R] int32.
+        """
         if self.embedding_norm is None or self.hidden_norm is None:
             assert self.fc is not None
             x = residual = linear_rows(mx.concatenate([embedded, hidden], axis=-1), self.fc)
@@ -173,8 +178,10 @@ class EagleForward:
         return AttentionInputs(residual, *self.attention.project(x, positions))
 
     def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows after attention, whose output is [R, H, D].
+        """Finish rows after attention.
 
+        inputs: of the rows.
+        attended: [R, H, D], attention's output.
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
         x = self.attention.finish(inputs.projected, attended, inputs.residual)

@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
-from mlx_spec.checkpoints.tensors import load_tensors, quantize_head
+from mlx_spec.checkpoints.tensors import load_tensors
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import check_target, draft_head
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
 from mlx_spec.drafters.eagle.head import EagleForward, EagleHead
 from mlx_spec.drafters.eagle.source import read_head
 from mlx_spec.drafters.eagle.spec import (
@@ -36,11 +34,12 @@ def load_eagle(
     quantization: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
 ) -> ChainDrafter:
-    """Load an EAGLE head from a folder and bind it to its target.
+    """Load an EAGLE head from a folder and bind it to its target, whose floating type it takes.
 
-    dequantize: turn quantised weights into bfloat16 ones, which are faster on a CPU. quantization: group_size and bits to
-    quantise a head with that is not quantised. draft_ids: ascending token ids to draft from, None for all, or for
-    those that the checkpoint names (``d2t``).
+    name: of the checkpoint, for messages.
+    dequantize: turn quantised weights into plain ones, which are faster on a CPU.
+    quantization: group_size and bits to quantise a head with that is not quantised.
+    draft_ids: ascending token ids to draft from, None for all, or for those that the checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
     """
@@ -56,33 +55,14 @@ def load_eagle(
     head = build_head(config, spec, tensors, declared_parts(raw), name)
     check_borrowed(head, config, target, name)
     load_tensors(head, tensors, name)
-    head.set_dtype(target.dtype)
-    if quantization is not None and not any(key.endswith(".scales") for key in tensors):
-        quantize_head(head, **quantization)
-    if dequantize:
-        dequantize_model(head)
+    fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
     forward = EagleForward.of(head, config, spec, name)
     return ChainDrafter("eagle", forward, spec.target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
-def build_head(
-    config: HeadConfig, spec: EagleSpec, tensors: dict[str, mx.array], declared: set[str], name: str
-) -> EagleHead:
-    """Build the modules that a checkpoint has or declares, its own embedding and output head included."""
-    try:
-        head = EagleHead(config, spec, tensors.keys() | declared)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
-    if "embed_tokens.weight" in tensors:
-        head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-    if "lm_head.weight" in tensors:
-        head.lm_head = nn.Linear(config.hidden_size, tensors["lm_head.weight"].shape[0], bias=False)
-    return head
-
-
 def check_borrowed(head: EagleHead, config: HeadConfig, target: Target, name: str) -> None:
-    """Raise DrafterMismatch where a head would need what its target has in another width."""
+    """Raise DrafterMismatch where a head would borrow what its target has in another width."""
     if config.hidden_size != target.hidden_size:
         for part in ("embed_tokens", "lm_head"):
             if part not in head:
@@ -90,3 +70,19 @@ def check_borrowed(head: EagleHead, config: HeadConfig, target: Target, name: st
                     f"{name}: a head of width {config.hidden_size} needs its own {part}.weight; "
                     f"that of {target.name} has width {target.hidden_size}."
                 )
+
+
+def build_head(
+    config: HeadConfig, spec: EagleSpec, tensors: dict[str, mx.array], declared: set[str], name: str
+) -> EagleHead:
+    """Build the modules that a checkpoint has or declares, an embedding and output head of its own included.
+
+    declared: paths of tensors that the configuration promises.
+    Raises DrafterMismatch for a configuration that describes no decoder layer.
+    """
+    try:
+        head = EagleHead(config, spec, tensors.keys() | declared)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+    add_own_ends(head, tensors, config.vocab_size, config.hidden_size)
+    return head

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says of an EAGLE head: its sizes, which hidden states it reads, and where it norms.
+"""What a ``config.json`` states of an EAGLE head: its sizes, which hidden states it reads, and where it norms.
 
 Two conventions number hidden states, and layouts differ in what a missing key means. A wrong choice drafts
 fluently and is seldom accepted. Sources: SafeAILab/EAGLE, SpecForge, vLLM, SGLang, ``speculators`` 0.9.0.
@@ -13,7 +13,7 @@ from mlx_spec.errors import DrafterMismatch, UnsupportedModel
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a head that names none, whatever its target's is.
 DEFAULT_ROPE_BASE = 10000.0
-# Heads are trained on texts of two to four thousand tokens, and draft badly behind longer ones: they see no more.
+# Heads are trained on texts of two to four thousand tokens, and draft badly after longer ones: they see no more.
 MAX_CONTEXT = 4096
 # Heads that are no chain of one decoder layer.
 OTHER_HEADS = {
@@ -27,9 +27,10 @@ class EagleSpec:
     """What a head reads and how it goes on.
 
     fused: EAGLE-3, which reads several hidden states through ``fc``; else EAGLE-1 or 2, which reads the last one.
-    target_layer_ids: the hidden states, as the target numbers them. norm_before_residual: attention's output is added to the
-    normed hidden state, else to the state itself. norm_output: a chained step reads the head's output behind its
-    norm. scores_normed: the output head reads it there, too, as it always does but in some SpecForge checkpoints.
+    target_layer_ids: the hidden states, as the target numbers them.
+    norm_before_residual: attention's output is added to the normed hidden state, else to the state itself.
+    norm_output: a chained step reads the head's output after its norm, else before it.
+    scores_normed: the output head reads it after the norm, as it always does but in some SpecForge checkpoints.
     """
 
     fused: bool
@@ -62,7 +63,7 @@ class HeadConfig:
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` says that its checkpoint is an EAGLE head.
+    """Whether a ``config.json`` shows that its checkpoint is an EAGLE head.
 
     The first heads call themselves what their target is called, but have one layer.
     """
@@ -74,8 +75,12 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
 
 
 def read_spec(config: dict[str, Any], fused: bool, target_layers: int, name: str) -> EagleSpec:
-    """Read how a head is wired. fused: it has EAGLE-3's tensors.
+    """Read how a head is wired.
 
+    config: its ``config.json``.
+    fused: whether it has EAGLE-3's tensors.
+    target_layers: of the target.
+    name: of the checkpoint, for messages.
     Raises UnsupportedModel for heads that work in another way, DrafterMismatch for layers that do not exist.
     """
     refuse_other_heads(config, name)
@@ -86,8 +91,8 @@ def read_spec(config: dict[str, Any], fused: bool, target_layers: int, name: str
         True,
         resolve_layer_ids(config, target_layers, name),
         bool(flag(config, "norm_before_residual", from_speculators)),
-        # SpecForge's key of this name says whether there is a norm before the output head; what its heads read
-        # next is their output before it.
+        # In SpecForge the key means that there is a norm before the output head; what its heads read next is
+        # their output before it.
         from_speculators and bool(flag(config, "norm_output", False)),
         from_speculators or bool(flag(config, "norm_output", True)),
     )
@@ -127,7 +132,7 @@ def resolve_layer_ids(config: dict[str, Any], target_layers: int, name: str) -> 
 
 
 def declared_parts(config: dict[str, Any]) -> set[str]:
-    """Return the tensors that a head must have by what its config says, beside those that all have."""
+    """Return the tensors that a head must have by its config, besides those that all have."""
     parts = {
         "norm_before_fc": "input_norm.weight",
         "fc_norm": "fc_norm.0.weight",
@@ -137,7 +142,7 @@ def declared_parts(config: dict[str, Any]) -> set[str]:
 
 
 def flag(config: dict[str, Any], key: str, missing: Any) -> Any:
-    """Return a setting that stands at the top level or in ``eagle_config``, ``missing`` where it is in neither."""
+    """Return a setting of the top level or of ``eagle_config``, ``missing`` where it is in neither."""
     for place in (config, config.get("eagle_config") or {}):
         if place.get(key) is not None:
             return place[key]

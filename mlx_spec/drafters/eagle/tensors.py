@@ -5,6 +5,7 @@ import re
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.drafters.draft_head import check_draft_ids, shown
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
@@ -19,7 +20,7 @@ RENAMED = (
     (re.compile(r"aux_norm_high\."), "fc_norm.2."),
 )
 # Of an embedding that is the target's own, as the target's quantization rounded it, relative to its size.
-PACKING_ERROR, COMPARED = 0.25, 64
+QUANTIZATION_ERROR, COMPARED = 0.25, 64
 
 
 def head_tensors(tensors: dict[str, mx.array], name: str) -> dict[str, mx.array]:
@@ -56,21 +57,26 @@ def is_fused(tensors: dict[str, mx.array]) -> bool:
 def own_draft_ids(d2t: mx.array, t2d: mx.array | None, target: Target, name: str) -> list[int]:
     """Return the target's ids of the draft tokens, ascending: token j is target token j + d2t[j].
 
-    Raises DrafterMismatch where that gives no ascending ids of the target, or others than ``t2d`` [V] marks.
+    d2t: [N], offsets.
+    t2d: bool [V], marks the same tokens; None where the checkpoint has no such tensor.
+    Raises DrafterMismatch where that gives no ascending ids of the target, or where the two differ.
     """
     ids = np.array(d2t).reshape(-1).astype(np.int64)
     ids += np.arange(ids.size)
     if ids.size and (np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size):
         raise DrafterMismatch(
             f"{name}: d2t must hold what to add to a draft token's number to get the target's; that gives "
-            f"{_shown(ids)}, no ascending ids below {target.vocab_size}."
+            f"{shown(ids.tolist())}, no ascending ids below {target.vocab_size}."
         )
     marked = ids if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
     if not np.array_equal(ids, marked):
         raise DrafterMismatch(
-            f"{name}: d2t names {ids.size} tokens, {_shown(ids)}, and t2d {marked.size}, {_shown(marked)}."
+            f"{name}: d2t names {ids.size} tokens, {shown(ids.tolist())}, "
+            f"and t2d {marked.size}, {shown(marked.tolist())}."
         )
-    return [int(i) for i in ids]
+    own_ids = [int(i) for i in ids]
+    check_draft_ids(own_ids, "d2t", target, name)
+    return own_ids
 
 
 def is_targets_embedding(weight: mx.array | None, target: Target) -> bool:
@@ -79,8 +85,4 @@ def is_targets_embedding(weight: mx.array | None, target: Target) -> bool:
         return False
     ids = mx.arange(COMPARED) * (target.vocab_size // COMPARED or 1) % target.vocab_size
     own, theirs = (x.astype(mx.float32) for x in (weight[ids], target.embed(ids)))
-    return bool(mx.sum(mx.square(own - theirs)) <= PACKING_ERROR**2 * mx.sum(mx.square(theirs)))
-
-
-def _shown(ids: np.ndarray) -> str:
-    return ", ".join(str(i) for i in ids[:4]) + (" ..." if ids.size > 4 else "")
+    return bool(mx.sum(mx.square(own - theirs)) <= QUANTIZATION_ERROR**2 * mx.sum(mx.square(theirs)))

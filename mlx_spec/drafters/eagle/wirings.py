@@ -1,4 +1,4 @@
-"""The ways in which an EAGLE head may be wired other than its configuration says, or is taken to say."""
+"""The ways in which an EAGLE head may be wired other than its configuration states."""
 
 from dataclasses import replace
 
@@ -14,7 +14,10 @@ STEPS = 2
 
 
 def other_wirings(drafter: ChainDrafter, target_layers: int) -> Wirings:
-    """Return a head's wiring, and every one that differs from it in one point."""
+    """Return a head's wiring, and every one that differs from it in one point.
+
+    target_layers: of the target.
+    """
     forward, layer_ids, head = drafter.forward, drafter.target_layer_ids, drafter.head
     assert isinstance(forward, EagleForward)
     others = {

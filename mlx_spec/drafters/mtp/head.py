@@ -1,4 +1,4 @@
-"""The MTP head: one decoder layer over the target's hidden state and the embedding of the token behind it.
+"""The MTP head: one decoder layer over the target's hidden state and the embedding of the token after it.
 
 For row i, at position i of the target, with token i + 1 known:
 
@@ -97,7 +97,12 @@ class MTPForward:
         return aux_hidden_states
 
     def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
-        """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
+        """Run rows up to attention.
+
+        embedded: [R, H], of the tokens after the rows.
+        hidden: [R, H], from ``features`` or from the row before.
+        positions: [R] int32.
+        """
         parts = [self.norm_embedding(embedded), self.norm_hidden(hidden)]
         if self.spec.hidden_first:
             parts.reverse()
@@ -105,8 +110,10 @@ class MTPForward:
         return AttentionInputs(fused, *self.attention.project(self.input_norm(fused), positions))
 
     def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
-        """Finish rows after attention, whose output is [R, H, D].
+        """Finish rows after attention.
 
+        inputs: of the rows.
+        attended: [R, H, D], attention's output.
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
         x = self.attention.finish(inputs.projected, attended, inputs.residual)

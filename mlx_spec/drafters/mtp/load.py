@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx import nn
-from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
-from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
+from mlx_spec.checkpoints.tensors import load_tensors, read_files
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import check_target, draft_head
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
 from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.spec import plain_type, spec_of
-from mlx_spec.drafters.mtp.tensors import head_tensors
+from mlx_spec.drafters.mtp.tensors import head_tensors, own_draft_ids
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
@@ -32,12 +29,14 @@ def load_mtp(
     quantization: dict[str, Any] | None = None,
     draft_ids: Sequence[int] | None = None,
 ) -> ChainDrafter:
-    """Load an MTP head from a folder or file that holds it, alone or among others, and bind it to its target.
+    """Load an MTP head, alone or among other weights, and bind it to its target, whose floating type it takes.
 
-    model_config: the target's ``config.json``, for a head that comes without one. dequantize: turn quantised weights
-    into bfloat16 ones, which are faster on a CPU. quantization: group_size, bits and mode to quantise a head with that
-    is not quantised. draft_ids: ascending token ids to draft from, None for all, or for those that the
-    checkpoint names (``d2t``).
+    place: the folder or file.
+    name: of the checkpoint, for messages.
+    model_config: the target's ``config.json``, for a head that comes without one.
+    dequantize: turn quantised weights into plain ones, which are faster on a CPU.
+    quantization: group_size, bits and mode to quantise a head with that is not quantised.
+    draft_ids: ascending token ids to draft from, None for all, or for those that the checkpoint names (``d2t``).
     Raises DrafterMismatch when there is no head, or it is incomplete or was made for another target;
     UnsupportedModel for a head that mlx_spec does not run.
     """
@@ -52,26 +51,29 @@ def load_mtp(
     if not tensors:
         raise DrafterMismatch(no_head(name))
     check_target(config.get("hidden_size"), config.get("vocab_size"), target, name)
-    d2t, head = tensors.pop("d2t", None), build_head(config, tensors, name)
+    d2t = tensors.pop("d2t", None)
+    own_ids = None if d2t is None else own_draft_ids(d2t, target, name)
+    head = build_head(config, tensors, name)
     load_tensors(head, tensors, name)
-    head.set_dtype(target.dtype)
-    if quantization is not None and not any(key.endswith(".scales") for key in tensors):
-        quantize_head(head, **quantization)
-    if dequantize:
-        dequantize_model(head)
-    own_ids = None if d2t is None else checked_ids(d2t, target, name)
+    fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
     scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
     forward = MTPForward.of(head, spec, family, name)
     target_layer_ids = (target.num_layers if spec.reads_normed else target.num_layers - 1,)
     return ChainDrafter("mtp", forward, target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
-def no_head(name: str) -> str:
-    """Say where a head could come from."""
-    return (
-        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
-        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
-    )
+def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
+    """Build the modules that a checkpoint has tensors for, an embedding and output head of its own included.
+
+    config: of a model whose decoder layer the head has, see ``layer_config``.
+    Raises DrafterMismatch for a configuration that describes no decoder layer.
+    """
+    try:
+        head = MTPHead(config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+    add_own_ends(head, tensors, int(config["vocab_size"]), int(config["hidden_size"]))
+    return head
 
 
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,26 +88,9 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: quantization[key] for key in ("group_size", "bits", "mode") if key in quantization} or None
 
 
-def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
-    """Build the modules that a checkpoint has tensors for, its own embedding and output head included."""
-    try:
-        head = MTPHead(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
-    vocab, width = int(config["vocab_size"]), int(config["hidden_size"])
-    if "embed_tokens.weight" in tensors:
-        head.embed_tokens = nn.Embedding(vocab, width)
-    if "lm_head.weight" in tensors:
-        head.lm_head = nn.Linear(width, tensors["lm_head.weight"].shape[0], bias=False)
-    return head
-
-
-def checked_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
-    """Return the target's ids of the draft tokens. Raises DrafterMismatch for one that does not exist."""
-    ids = [int(i) for i in np.array(d2t).reshape(-1)]
-    for place, token in enumerate(ids):
-        if not 0 <= token < target.vocab_size:
-            raise DrafterMismatch(
-                f"{name}: d2t maps draft token {place} to {token}; the target has {target.vocab_size} tokens."
-            )
-    return ids
+def no_head(name: str) -> str:
+    """Return the message for a checkpoint without a head: where one could come from."""
+    return (
+        f"{name} holds no MTP weights (conversions by mlx-lm leave them out): give --drafter the model's original "
+        "repo, of which only the files with MTP weights are fetched, or a folder that tools.extract_mtp wrote."
+    )

@@ -1,4 +1,4 @@
-"""Where the weights of an MTP head are: among the shards of a model, beside them, or in files of their own."""
+"""Where the weights of an MTP head are: among the shards of a model, next to them, or in files of their own."""
 
 import json
 from collections.abc import Mapping
@@ -13,21 +13,27 @@ from mlx_spec.target.target import text_config
 
 INDEX = "model.safetensors.index.json"
 SPECULATORS_TYPES = ("mtp", "fast_mtp")
-# Where programs for MLX put the head beside a converted model.
-BESIDE = ("*.safetensors", "mtp/*.safetensors")
+# Where programs for MLX put the head of a converted model.
+NEXT_TO_SHARDS = ("*.safetensors", "mtp/*.safetensors")
 
 
 def head_files(place: Path, spec: MTPSpec, target_layers: int, name: str) -> list[Path]:
     """Return the files that hold a head: ``place`` itself, or those of the folder; none where there is no head.
 
-    A folder's index says which shards hold the head; others need not be there. Files that the index does not name
-    are looked into as well. Raises DrafterMismatch for a broken index, or a file that is missing or broken.
+    A folder's index lists which shards hold the head; others need not be there. Files that the index does not name
+    are looked into as well.
+
+    place: the file or folder.
+    spec: of the head.
+    target_layers: of the target.
+    name: of the checkpoint, for messages.
+    Raises DrafterMismatch for a broken index, or a file that is missing or broken.
     """
     if place.is_file():
         return [place]
     shards = read_index(place / INDEX, name)
     found = [place / file for file in indexed_files(shards, spec, target_layers)]
-    for pattern in BESIDE:
+    for pattern in NEXT_TO_SHARDS:
         for path in sorted(place.glob(pattern)):
             if path.name not in shards.values() and holds_head(path, spec, target_layers, name):
                 found.append(path)
@@ -57,8 +63,12 @@ def holds_head(path: Path, spec: MTPSpec, target_layers: int, name: str) -> bool
 
 
 def is_mtp(place: Path, config: Mapping[str, Any], target_layers: int, name: str) -> bool:
-    """Whether a drafter's file or folder, with this ``config.json``, is meant to be an MTP head.
+    """Whether a drafter's checkpoint is meant to be an MTP head.
 
+    place: its file or folder.
+    config: its ``config.json``.
+    target_layers: of the target.
+    name: of the checkpoint, for messages.
     Raises UnsupportedModel for heads that mlx_spec does not run.
     """
     if place.is_file() or is_mtp_config(config):
@@ -69,7 +79,7 @@ def is_mtp(place: Path, config: Mapping[str, Any], target_layers: int, name: str
 
 
 def is_mtp_config(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` alone says that its checkpoint is an MTP head."""
+    """Whether a ``config.json`` alone shows that its checkpoint is an MTP head."""
     if str(config.get("model_type")).endswith("_mtp"):
         return True
     return config.get("speculators_model_type") in SPECULATORS_TYPES

@@ -15,19 +15,21 @@ from mlx_spec.errors import UnsupportedModel
 class MTPSpec:
     """What a head reads, and what its checkpoint calls its parts.
 
-    family: for messages. pattern: regular expression of its tensors' names in a whole checkpoint, whose group
-    ``name`` is what ``names`` maps and whose group ``layer``, if any, numbers several heads; behind_target: those
-    numbers go on from the target's layers. names: beginnings of tensor names and what our module calls them; any
-    other name belongs to the decoder layer.
-    hidden_first: the hidden state stands before the embedding in the concatenation. reads_normed: the head reads
-    the target's hidden state behind the final norm, else before it. recycles_normed: a chained step reads the
-    head's own output behind its norm. zero_centred: original checkpoints store norm weights less one.
+    family: for messages.
+    pattern: regular expression of its tensors' names in a whole checkpoint, whose group ``name`` is what ``names``
+        maps and whose group ``layer``, if any, numbers several heads.
+    names: beginnings of tensor names and what our module calls them; any other name belongs to the decoder layer.
+    after_target: the numbers of heads go on from the target's layers.
+    hidden_first: the hidden state comes before the embedding in the concatenation.
+    reads_normed: the head reads the target's hidden state after the final norm, else before it.
+    recycles_normed: a chained step reads the head's own output after its norm, else before it.
+    zero_centred: original checkpoints store norm weights less one.
     """
 
     family: str
     pattern: str
     names: dict[str, str]
-    behind_target: bool = False
+    after_target: bool = False
     hidden_first: bool = False
     reads_normed: bool = True
     recycles_normed: bool = True
@@ -51,18 +53,18 @@ MIMO_NAMES = {
     "input_proj.": "fc.",
     "final_layernorm.": "norm.",
 }
-BEHIND_TARGET = r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<name>.+)"
+AFTER_TARGET = r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<name>.+)"
 
 QWEN = MTPSpec("Qwen3.5", r"(?:language_model\.)?(?:model\.)?mtp\.(?P<name>.+)", OWN_NAMES, zero_centred=True)
 SPECULATORS = MTPSpec("speculators", r"mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, zero_centred=True)
 MIMO = MTPSpec("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<name>.+)", MIMO_NAMES, hidden_first=True)
-DEEPSEEK = MTPSpec("DeepSeek and GLM", BEHIND_TARGET, NEXTN_NAMES, behind_target=True)
-HY3 = MTPSpec("Hy3", BEHIND_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, behind_target=True)
+DEEPSEEK = MTPSpec("DeepSeek and GLM", AFTER_TARGET, NEXTN_NAMES, after_target=True)
+HY3 = MTPSpec("Hy3", AFTER_TARGET, {**NEXTN_NAMES, "final_layernorm.": "norm."}, after_target=True)
 STEP = MTPSpec(
     "Step 3.5",
-    BEHIND_TARGET,
+    AFTER_TARGET,
     {**NEXTN_NAMES, "transformer.shared_head.norm.": "norm.", "transformer.shared_head.output.": "lm_head."},
-    behind_target=True,
+    after_target=True,
     reads_normed=False,
     zero_centred=True,
 )

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to those of our head: names, experts, and what norm weights stand for."""
+"""From the tensors of a checkpoint to those of our head: names, experts, and whole norm weights."""
 
 import re
 from collections.abc import Iterable
@@ -6,17 +6,23 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.drafters.draft_head import check_draft_ids
 from mlx_spec.drafters.mtp.spec import OWN_NAMES, MTPSpec
 from mlx_spec.errors import DrafterMismatch
+from mlx_spec.target import Target
 
 # Means that tell norm weights less one from whole ones, over published Qwen3.5 to 3.8 heads: query and key norms
-# 0.73 to 0.75 against 1.73 and more, the others 0.30 to 0.39 against 0.87 and more. The final norm says nothing.
+# 0.73 to 0.75 against 1.73 and more, the others 0.30 to 0.39 against 0.87 and more. The final norm shows nothing.
 HEAD_NORMS, HEAD_LIMIT = ("q_norm.weight", "k_norm.weight"), 1.25
 INPUT_NORMS, INPUT_LIMIT = ("layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"), 0.5
 
 
 def belongs_to_head(name: str, spec: MTPSpec, target_layers: int) -> bool:
-    """Whether a tensor of a whole checkpoint is the head's. target_layers: of the target."""
+    """Whether a tensor of a whole checkpoint is the head's.
+
+    name: of the tensor.
+    target_layers: of the target.
+    """
     found = re.fullmatch(spec.pattern, name)
     return found is not None and _number(found, spec, target_layers) >= 0
 
@@ -27,7 +33,10 @@ def head_tensors(
     """Pick the head's tensors, under the names of our modules, experts stacked, norm weights whole.
 
     tensors: of a whole checkpoint, of some of its files, or of a file that holds the head alone, with or without
-    prefix. Returns an empty dictionary where there is no head.
+        prefix.
+    target_layers: of the target.
+    name: of the checkpoint, for messages.
+    Returns an empty dictionary where there is no head.
     Raises DrafterMismatch for heads of more than one layer, for which no family has a rule that we run.
     """
     found = {key: re.fullmatch(spec.pattern, key) for key in tensors}
@@ -51,8 +60,18 @@ def head_tensors(
     return ours
 
 
+def own_draft_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
+    """Return the target's ids of the draft tokens, in any order: that of draft token j is d2t[j].
+
+    Raises DrafterMismatch for ids that the target does not have, or that come twice.
+    """
+    ids = [int(i) for i in np.array(d2t).reshape(-1)]
+    check_draft_ids(ids, "d2t", target, name)
+    return ids
+
+
 def is_bare(tensors: Iterable[str]) -> bool:
-    """Whether these are the names of a head that stands alone, without a prefix."""
+    """Whether these are the names of a checkpoint that is all head, without a prefix."""
     return any(key.startswith(("pre_fc_norm_embedding.", "enorm.", "token_layernorm.")) for key in tensors)
 
 
@@ -103,7 +122,7 @@ def _our_name(name: str, spec: MTPSpec) -> str:
 
 def _number(match: re.Match[str], spec: MTPSpec, target_layers: int) -> int:
     layer = int(match.groupdict().get("layer") or 0)
-    return layer - target_layers if spec.behind_target else layer
+    return layer - target_layers if spec.after_target else layer
 
 
 def _mean(value: mx.array) -> float:

@@ -1,4 +1,4 @@
-"""The ways in which an MTP head may be wired other than its spec says."""
+"""The ways in which an MTP head may be wired other than its spec states."""
 
 from dataclasses import replace
 
@@ -9,7 +9,10 @@ from mlx_spec.target.layers import Norm
 
 
 def other_wirings(drafter: ChainDrafter, target_layers: int) -> Wirings:
-    """Return a head's wiring, and every one that differs from it in one point."""
+    """Return a head's wiring, and every one that differs from it in one point.
+
+    target_layers: of the target.
+    """
     forward, layer_ids, head = drafter.forward, drafter.target_layer_ids, drafter.head
     assert isinstance(forward, MTPForward)
     spec = forward.spec
