@@ -35,8 +35,8 @@ class Sampling:
     top_p: nucleus sampling: the smallest set of tokens with this total probability; 0 or 1 for all.
     min_p: drop tokens less likely than this times the most likely one; 0 for none.
     min_tokens_to_keep: but keep so many of the most likely ones.
-    xtc_probability: of excluding top choices (XTC) where a token is drawn: of all tokens above ``xtc_threshold`` only
-        the least likely is kept; 0 for never.
+    xtc_probability: of excluding top choices (XTC) where a token is drawn: of all tokens above ``xtc_threshold``
+        only the least likely is kept; 0 for never.
     xtc_threshold: probability, up to 0.5, above which a token is such a top choice.
     xtc_special_tokens: ids that XTC never excludes, such as those of a newline and the end tokens.
     top_k: keep so many of the most likely tokens; 0 for all.
@@ -44,9 +44,10 @@ class Sampling:
     accept: "coupled" gives the text that plain decoding with this seed gives; "rejection" accepts more often and
         gives other draws from the same distribution. Greedy requests need neither.
     logit_bias: what to add to the logits of some tokens; minus infinity forbids one.
-    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative ones.
-    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for each
-        time that they occur.
+    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative
+        ones.
+    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for
+        each time that they occur.
     logits_processors: pure functions, see LogitsProcessor; they come after bias and penalties.
     Raises RequestError for a value that has no meaning.
     """
@@ -85,9 +86,11 @@ class Sampling:
                 raise RequestError(f"{name} must lie between {low} and {high}, not {value}.")
         if 0 < self.temp < LEAST_TEMP:
             raise RequestError(f"temp must be 0, for greedy decoding, or at least {LEAST_TEMP}, not {self.temp}.")
-        for name in ("top_k", "min_tokens_to_keep"):
-            if getattr(self, name) != int(getattr(self, name)):
-                raise RequestError(f"{name} must be a whole number, not {getattr(self, name)}.")
+        for name in ("top_k", "min_tokens_to_keep", "seed"):
+            value = getattr(self, name)
+            if value != int(value):
+                raise RequestError(f"{name} must be a whole number, not {value!r}.")
+            object.__setattr__(self, name, int(value))
         sizes = ("repetition_context_size", "presence_context_size", "frequency_context_size")
         for name in ("min_tokens_to_keep", *sizes):
             if getattr(self, name) < 1:
@@ -97,7 +100,8 @@ class Sampling:
         for token, bias in (self.logit_bias or {}).items():
             if not bias < math.inf:
                 raise RequestError(
-                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, not {bias}."
+                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, "
+                    f"not {bias}."
                 )
         if self.accept not in ("coupled", "rejection"):
             raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
@@ -139,8 +143,8 @@ class Sampling:
         """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
         logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1], or those
-        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would round
-        what is added.
+        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would
+        round what is added.
         """
         if not self.processors:
             return logits

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_spec.diagnose.wiring import TEXT, better_wiring, measure_wirings
 from mlx_spec.drafters.wiring import Wirings
@@ -11,12 +12,14 @@ from mlx_spec.measure import store
 from mlx_spec.target import Target
 
 
-def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str) -> None:
+def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str, progress: bool = False) -> None:
     """Warn if another wiring fits a head better: measured once per machine, head and version, as costs are."""
     key = store.key(target, f"wiring of {name}", fingerprint(target, wirings))
     entry = store.read().get(key)
     if not isinstance(entry, dict) or "better" not in entry:
-        measured = measure_wirings(target, wirings, list(tokenizer.encode(TEXT)))
+        what = "Checking the head's wiring, once"
+        with tqdm(desc=what, bar_format="{desc}", leave=False, disable=not progress):
+            measured = measure_wirings(target, wirings, list(tokenizer.encode(TEXT)))
         entry = {"better": better_wiring(measured, name)}
         store.write(key, entry)
     if entry["better"]:
