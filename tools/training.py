@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
 from metal_kernels.launching.implementations import using
-from mlx_spec.cli.quantize_drafter import add_packing_arguments, quantization
+from mlx_spec.cli.quantize_drafter import add_quantization_arguments, quantization
 from tools.muon import Muon
 from tools.train_data import Batch, Replies, batches
 
@@ -64,7 +64,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, anchors: int, resume
     add("--time-limit", type=float, help="seconds: the schedule is fitted to it after the first steps")
     add("--resume", type=Path, help=f"start from this checkpoint, of the same shape{resumed}")
     add("--seed", type=int, default=0)
-    add_packing_arguments(parser)
+    add_quantization_arguments(parser)
 
 
 def anchor_count(args: argparse.Namespace, tokens: mx.array | np.ndarray) -> int:

@@ -54,6 +54,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line; flags that mlx_lm.generate has are named and behave as there."""
     parser = argparse.ArgumentParser(
         prog="python -m mlx_spec.generate",
+        usage="%(prog)s [--model MODEL] [--prompt PROMPT] [more flags]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -311,8 +312,11 @@ def chat_prompt(
     """Put the message into the model's chat template, where it has one. Raises RequestError."""
     if args.ignore_chat_template:
         return text
-    if not tokenizer.has_chat_template and not set_default_template(tokenizer, args):
-        return text
+    if not tokenizer.has_chat_template:
+        default = default_template(tokenizer, args)
+        if default is None:
+            return text
+        template_config = {**template_config, "chat_template": default}
     messages = [{"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
@@ -327,23 +331,19 @@ def chat_prompt(
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
-def set_default_template(tokenizer: Any, args: argparse.Namespace) -> bool:
-    """Give a tokenizer without a chat template its default one, and return whether it has one now.
+def default_template(tokenizer: Any, args: argparse.Namespace) -> str | None:
+    """Return the default chat template for a tokenizer without its own, where that is asked for.
 
     Raises RequestError for flags that need a template where there is none.
     """
-    flags = ("use_default_chat_template", "system_prompt", "prefill_response", "chat_template_config")
-    wanted = [name for name in flags if getattr(args, name)]
     default = getattr(tokenizer, "default_chat_template", None)
     if args.use_default_chat_template and default is not None:
-        tokenizer.chat_template, tokenizer.has_chat_template = default, True
-        return True
-    if wanted:
-        raise RequestError(
-            f"--{wanted[0].replace('_', '-')} needs a chat template, and this model has none"
-            + (", nor has its tokenizer a default one." if args.use_default_chat_template else ".")
-        )
-    return False
+        return str(default)
+    flags = ("use_default_chat_template", "system_prompt", "prefill_response", "chat_template_config")
+    if wanted := [name for name in flags if getattr(args, name)]:
+        flag = f"--{wanted[0].replace('_', '-')}"
+        raise RequestError(f"{flag} needs a chat template: this model has none, and its tokenizer no default one.")
+    return None
 
 
 class PrefillBar:

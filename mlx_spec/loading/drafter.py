@@ -36,7 +36,8 @@ class LoadedDrafter:
 def drafter_name(model: str, drafter: str | None, model_source: DrafterSource) -> str | None:
     """Return the folder or repo of the drafter to use with a model, or None.
 
-    Of one that comes with the model it is the name of its kind. The demo's own is the one that is fastest: on a CPU the EAGLE head, of which one token costs least.
+    Of one that comes with the model it is the name of its kind. The demo's own is the one that is fastest: on a
+    CPU the EAGLE head, of which one token costs least.
     Raises DrafterMismatch for a drafter of the demo's with another model.
     """
     if drafter == AUTO and model == DEMO:

@@ -44,8 +44,8 @@ def load(
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads.
     drafter: a folder or repo of a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that
-        holds an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's; "auto"
-        for the one that comes with it, if any; None for none.
+        holds an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's;
+        "auto" for the one that comes with it, if any; None for none.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
         unless it has a vocabulary of its own.
     draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head with, 16 for none; by default EAGLE
