@@ -102,7 +102,7 @@ def test_it_drafts_well_enough_to_help(demo: tuple[Engine, Any]) -> None:
 
 
 def test_the_command_checks_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-p", PROMPTS[0], "-m", "8", "--draft-tokens", "7", "--check-rows", "--stats", "json"]
+    argv = ["-p", PROMPTS[0], "-m", "8", "--num-draft-tokens", "7", "--check-rows", "--stats", "json"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     stats = json.loads(out.splitlines()[-1])

@@ -229,10 +229,10 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
 def make_sampling(options: dict[str, Any]) -> Sampling:
     """Build the sampling settings. Raises RequestError for a name or a value that is none of them."""
     fields = Sampling.__dataclass_fields__
-    for name in options:
-        if name in NOT_HERE:
+    for name, value in options.items():
+        if name in NOT_HERE and value is not None:
             raise RequestError(f"{name}= is not taken here: {NOT_HERE[name]}.")
-        if name not in fields:
+        if name not in fields.keys() | NOT_HERE.keys():
             raise RequestError(f"There is no option {name}=; sampling takes {', '.join(fields)}.")
     try:
         return Sampling(**{name: value for name, value in options.items() if value is not None})

@@ -12,7 +12,7 @@ from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
 from mlx_spec.engine import Engine
-from mlx_spec.errors import ModelError, RequestError
+from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 from mlx_spec.loading.drafter import AUTO, drafter_name, load_drafter
@@ -71,12 +71,19 @@ def load(
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
     family_of(config, model)
+    if "model_file" in config:
+        raise UnsupportedModel(f"{model} brings its architecture as Python code, which mlx_spec does not run.")
     try:
         loaded, _ = load_model(folder, lazy=True)
         # Without a word on it, transformers asks on standard input.
         settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
         tokenizer = load_tokenizer(folder, settings)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model} comes with a tokenizer that is Python code. If you trust it, load it with "
+                "trust_remote_code=True (--trust-remote-code)."
+            ) from error
         raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
     if adapter_path is not None:
         merge_adapters(loaded, adapter_path)
