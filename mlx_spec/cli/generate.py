@@ -1,6 +1,7 @@
 """The command ``python -m mlx_spec.generate``."""
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -179,6 +180,8 @@ def str_to_bool(text: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, 1 after an error, 130 after Ctrl-C."""
     args = setup_arg_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of an answer
     try:
         return run(args)
     except MlxSpecError as error:
@@ -187,17 +190,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader went away. What is still buffered goes nowhere, without another complaint at exit.
+    except OSError as error:
+        # What is still buffered goes nowhere, without another complaint at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if isinstance(error, BrokenPipeError):
+            return 0
+        print(f"error: The answer cannot be written: {error}", file=sys.stderr)
+        return 1
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, generate, and print the summary. Raises MlxSpecError."""
     options = generation_options(args)
     template_config = read_template_config(args)
-    text = sys.stdin.read() if args.prompt == "-" else unescaped(args.prompt)
+    text = standard_input() if args.prompt == "-" else unescaped(args.prompt)
     if not text.strip():
         raise RequestError("The prompt is empty: give --prompt TEXT, or --prompt - and text on standard input.")
     is_plain = options["num_draft_tokens"] == 0
@@ -255,6 +261,14 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     # Checked here, before a model is loaded.
     make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
     return options
+
+
+def standard_input() -> str:
+    """Read the prompt. Raises RequestError for bytes that are no text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"Standard input is no text in {sys.stdin.encoding}: {error}") from error
 
 
 def unescaped(text: str) -> str:

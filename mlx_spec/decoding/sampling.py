@@ -97,6 +97,14 @@ class Sampling:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not all(math.isfinite(penalty or 0) for penalty in (self.presence_penalty, self.frequency_penalty)):
             raise RequestError("presence_penalty and frequency_penalty must be finite numbers.")
+        if self.logit_bias is not None:
+            try:
+                bias_of = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise RequestError(
+                    f"logit_bias maps token ids to numbers, it is not {self.logit_bias!r}."
+                ) from None
+            object.__setattr__(self, "logit_bias", bias_of)
         for token, bias in (self.logit_bias or {}).items():
             if not bias < math.inf:
                 raise RequestError(

@@ -9,7 +9,7 @@ from mlx_lm.generate import wired_limit
 
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import encode, make_sampling
+from mlx_spec.generate.stream import encode, make_sampling, stop_strings
 from mlx_spec.generate.text_stream import TextStream
 
 
@@ -100,7 +100,7 @@ def best_branch(
             f"best_branch takes at least 1 branch of 1 to max_tokens ({max_tokens}) tokens, "
             f"not {branches} of {branch_tokens}."
         )
-    stops = [stop] if isinstance(stop, str) else stop
+    stops = stop_strings(stop)
     running = [RunningBranch(TextStream(tokenizer, stops), until) for _ in range(branches)]
     request = Request(
         prompt=encode(tokenizer, prompt),

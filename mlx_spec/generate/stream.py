@@ -101,8 +101,7 @@ def stream_generate(
     """
     if n < 1:
         raise RequestError(f"n must be at least 1, not {n}.")
-    stops = [stop] if isinstance(stop, str) else stop or ()
-    streams = [TextStream(tokenizer, stops) for _ in range(n)]
+    streams = [TextStream(tokenizer, stop_strings(stop)) for _ in range(n)]
     request = Request(
         prompt=encode(tokenizer, prompt),
         max_tokens=max_tokens,
@@ -224,6 +223,14 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
         return [int(t) for t in np.array(prompt).reshape(-1)]
     bos = tokenizer.bos_token
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the strings that end a text. Raises RequestError for anything else."""
+    strings = [stop] if isinstance(stop, str) else list(stop or ())
+    if not all(isinstance(each, str) for each in strings):
+        raise RequestError(f"stop takes a string or several, not {stop!r}.")
+    return strings
 
 
 def make_sampling(options: dict[str, Any]) -> Sampling:

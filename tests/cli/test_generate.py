@@ -522,6 +522,23 @@ def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
     assert b"Traceback" not in err and b"Exception" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(model: str) -> None:
+    line = [sys.executable, "-m", "mlx_spec.generate", "--model", model, "-m", "4"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The answer cannot be written: ") and done.stderr.count("\n") == 1
+
+
+def test_standard_input_that_is_no_text_is_one_line(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["--model", model, "-p", "-"]) == 1
+    assert capsys.readouterr().err.startswith("error: Standard input is no text in utf-8")
+
+
 def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 

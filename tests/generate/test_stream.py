@@ -129,19 +129,19 @@ def test_stop_strings_cut_alike_with_and_without_a_drafter(
     stop = plain_text[stop_from : stop_from + 3]
     expected = plain_text[: plain_text.index(stop)]
     options = dict(max_tokens=TOKENS, stop=["never there", stop] if as_list else stop)
-    lanes = {
+    runs = {
         "plain": list(stream_generate(*loaded, PROMPT, num_draft_tokens=0, **options)),
         "dflash2": list(stream_generate(*loaded, PROMPT, **options)),
         # Everything is accepted, so that the stop string lies inside a block.
         "scripted": list(stream_generate(scripted(always_right), loaded[1], PROMPT, **options)),
     }
-    tokens = [r.token for r in lanes["plain"]]
-    for name, responses in lanes.items():
+    tokens = [r.token for r in runs["plain"]]
+    for name, responses in runs.items():
         assert "".join(r.text for r in responses) == expected, name
         assert [r.token for r in responses] == tokens, name
         assert responses[-1].finish_reason == "stop", name
     assert len(tokens) < TOKENS
-    assert lanes["scripted"][-1].statistics.rounds == -(-len(tokens) // 8)
+    assert runs["scripted"][-1].statistics.rounds == -(-len(tokens) // 8)
 
 
 def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: Callable[..., Engine]) -> None:
@@ -170,6 +170,8 @@ def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: 
         ({"kv_bits": 4}, ["kv_bits=", "model's precision"]),
         ({"max_kv_size": 64}, ["max_kv_size=", "max_cached_tokens="]),
         ({"temp": "0.7"}, ["cannot be read"]),
+        ({"stop": [5]}, ["stop", "string"]),
+        ({"logit_bias": [[70, 5]]}, ["logit_bias", "token ids to numbers"]),
         ({"xtc_special_tokens": (5000,)}, ["xtc_special_tokens", "5000", "267"]),
         ({"max_tokens": 0}, ["max_tokens", "0"]),
         ({"temp": -1.0}, ["temp", "-1.0"]),
@@ -219,6 +221,10 @@ def test_numbers_may_be_numpys(loaded: tuple[Engine, Any]) -> None:
         for top_k, seed in ((5, 7), (5.0, 7), (np.int64(5), np.int64(7)))
     }
     assert len(texts) == 1
+    biased = {
+        generate(*loaded, PROMPT, max_tokens=8, logit_bias={token: 5.0}) for token in (70, "70", np.int64(70))
+    }
+    assert len(biased) == 1
 
 
 @pytest.mark.parametrize("prompt", ["", [], mx.array([], dtype=mx.int32), [5000], [-1]])
