@@ -2,7 +2,7 @@
 # make test                    everything that CI runs
 
 PYTHON ?= python3
-PROMPT ?= Explain in two sentences why the sky is blue.
+PROMPT ?= Write a Python function that reverses a string.
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -96,3 +96,33 @@ def test_the_installed_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     assert Path(kernels).is_relative_to(target) and Path(package).is_relative_to(target)
     assert (Path(drafter) / "model.safetensors").is_file()
     assert load.startswith("<function load at ")
+
+
+def test_the_commands_run_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """As modules and as console scripts, in one process; the scripts have the names of the modules."""
+    target = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(target)
+    code = """
+import contextlib, io, json, runpy, sys
+from importlib.metadata import distribution
+
+def usage(call):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        call()
+    return out.getvalue().split(" [")[0]
+
+sys.argv = ["command", "--help"]
+scripts = {script.name: script for script in distribution("mlx-spec").entry_points}
+print(json.dumps({
+    name: [usage(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)), usage(script.load())]
+    for name, script in scripts.items()
+}))
+"""
+    environment = {"PYTHONPATH": str(target), "PATH": ""}
+    line = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    commands = [f"mlx_spec.{path.stem}" for path in sorted((ROOT / "mlx_spec/cli").glob("[!_]*.py"))]
+    expected = {name: [f"usage: python -m {name}"] * 2 for name in commands}
+    found = json.loads(done.stdout)
+    assert {name: [text.split(" -h")[0].strip() for text in texts] for name, texts in found.items()} == expected

@@ -26,4 +26,5 @@ def accept(
 
 def scores_of(sampling: Sampling, logits: mx.array, history: Sequence[int], drafts: mx.array) -> mx.array:
     """Return what the engine draws from: logits [R, V], processed and filtered."""
-    return sampling.filtered(sampling.processed(logits, history, drafts))
+    positions = [len(history) + row for row in range(logits.shape[0])]
+    return sampling.filtered(sampling.processed(logits, history, drafts), positions)

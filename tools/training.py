@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from tqdm import tqdm
 
 from metal_kernels.launching.implementations import using
-from mlx_spec.cli.quantize_drafter import add_packing_arguments, quantization
+from mlx_spec.cli.quantize_drafter import add_quantization_arguments, quantization
 from mlx_spec.errors import MlxSpecError
 from tools.muon import Muon
 from tools.train_data import Batch, Replies, batches, check_enough
@@ -81,7 +81,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, anchors: int, resume
     add("--time-limit", type=float, help="seconds of training, to which the number of steps is fitted")
     add("--resume", type=Path, help=f"start from this checkpoint, of the same shape{resumed}")
     add("--seed", type=int, default=0, help="seed of initial weights and of the order of replies")
-    add_packing_arguments(parser)
+    add_quantization_arguments(parser)
 
 
 def anchor_count(args: argparse.Namespace, tokens: mx.array | np.ndarray) -> int:

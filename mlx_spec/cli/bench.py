@@ -1,12 +1,16 @@
 """Measure speculative against plain decoding: accepted length, acceptance by position, tokens a second.
 
-Both lanes run in turns in one process, prompt by prompt, and their tokens are compared. Rates are decode rates:
-the prompt's own time is left out.
+Both run in turns in one process, prompt by prompt, and their tokens are compared. Rates leave out the time of
+reading a prompt.
+
+On two CPU cores a prompt takes about a minute, so the 40 that are used without --prompts and --limit take about 40
+minutes. For a quick try: --limit 1 --max-tokens 64.
 """
 
 import argparse
 import json
 import platform
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,6 +31,14 @@ from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
 from mlx_spec.measure.costs import as_json
 
+EXAMPLES = """examples:
+  python -m mlx_spec.bench --limit 10
+  python -m mlx_spec.bench --model mlx-community/Qwen3-8B-4bit --drafter RedHatAI/Qwen3-8B-speculator.dflash2
+  python -m mlx_spec.bench --num-draft-tokens 7 --no-plain     accepted length at one depth
+
+The last line is a JSON object with all figures. The exit status is 1 when a reply differs from plain decoding's
+that must not, 2 after an error, 130 after Ctrl-C."""
+
 
 @dataclass
 class Tally:
@@ -40,8 +52,8 @@ class Tally:
     plain_seconds: float = 0.0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    siblings: int = 0
-    accepted_siblings: int = 0
+    sibling_drafts: int = 0
+    accepted_sibling_drafts: int = 0
 
     def add(self, speculative: Statistics, plain: Statistics | None) -> None:
         """Add one prompt."""
@@ -51,8 +63,8 @@ class Tally:
         self.seconds += speculative.seconds
         self.drafted = add_lists(self.drafted, speculative.drafted)
         self.accepted = add_lists(self.accepted, speculative.accepted)
-        self.siblings += speculative.sibling_drafts
-        self.accepted_siblings += speculative.accepted_sibling_drafts
+        self.sibling_drafts += speculative.sibling_drafts
+        self.accepted_sibling_drafts += speculative.accepted_sibling_drafts
         if plain is not None:
             self.plain_tokens += plain.tokens
             self.plain_seconds += plain.seconds
@@ -66,8 +78,8 @@ class Tally:
             "tokens": self.tokens,
             "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
             "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
-            "siblings": self.siblings,
-            "accepted_siblings": self.accepted_siblings,
+            "sibling_drafts": self.sibling_drafts,
+            "accepted_sibling_drafts": self.accepted_sibling_drafts,
             "tokens_per_second": round(rate, 2),
             "plain_tokens_per_second": round(plain, 2),
             "ratio": round(rate / plain, 3) if plain else 0.0,
@@ -82,25 +94,43 @@ def add_lists(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mlx_spec.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_spec.bench",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--model", default="demo", help="demo, a folder or a Hugging Face repo (default: demo)")
-    add("--drafter", default="auto", help="folder or repo of the drafter (default: the model's own)")
+    add("--drafter", default="auto", help="folder or repo of the drafter (default: what comes with the model)")
     add(
         "--prompts",
         type=Path,
         default=HELD_OUT,
-        help="JSON lines with prompt, kind, system (default: 40 held out)",
+        help="JSON lines with prompt, kind and system (default: 40 that the demo's drafters were not trained on)",
     )
-    add("--limit", type=int, help="use so many prompts only, evenly spread over the file")
+    add("--limit", type=int, help="number of prompts to use, evenly spread over the file (default: all)")
     add("--max-tokens", type=int, default=128, help="longest reply (default: 128)")
-    add("--draft-tokens", default="auto", help="tokens a round: auto or a number (default: auto)")
-    add("--siblings", type=int, help="verify so many runners-up beside a number of drafts (default: by costs)")
+    add(
+        "--num-draft-tokens",
+        default="auto",
+        help="tokens to draft a round: auto, adaptive or a number (default: auto)",
+    )
+    add(
+        "--num-sibling-drafts",
+        type=int,
+        help="second choices to verify beside a number of drafts (default: chosen by measured costs)",
+    )
     add("--temp", type=float, default=0.0, help="temperature (default: 0, greedy)")
-    add("--seed", type=int, default=0)
-    add("--accept", choices=("coupled", "rejection"), default="coupled")
+    add("--seed", type=int, default=0, help="of the draws with --temp (default: 0)")
+    add(
+        "--accept",
+        choices=("coupled", "rejection"),
+        default="coupled",
+        help="with --temp: coupled gives plain decoding's text (default), rejection other draws",
+    )
     add("--exact", choices=("on", "off"), default="on", help="off takes MLX's own operations (default: on)")
-    add("--no-plain", action="store_true", help="leave plain decoding out: acceptance only, in less time")
+    add("--no-plain", action="store_true", help="leave plain decoding out: acceptance only, in half of the time")
     return parser
 
 
@@ -132,13 +162,18 @@ def measure(
 ) -> dict[str, Any]:
     """Run all prompts in turns and return the tallies by kind, and how many replies were equal."""
     options = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed, "accept": args.accept}
-    depth = draft_tokens(args.draft_tokens)
+    depth = draft_tokens(args.num_draft_tokens)
     tallies: dict[str, Tally] = defaultdict(Tally)
     equal = compared = 0
     try:
-        for item in tqdm(list(items), unit="prompt"):
+        for item in tqdm(list(items), unit="prompt", disable=None):
             tokens, statistics = run_prompt(
-                engine, tokenizer, item, num_draft_tokens=depth, num_sibling_drafts=args.siblings, **options
+                engine,
+                tokenizer,
+                item,
+                num_draft_tokens=depth,
+                num_sibling_drafts=args.num_sibling_drafts,
+                **options,
             )
             plain = None
             if not args.no_plain:
@@ -148,7 +183,7 @@ def measure(
             for kind in (item.get("kind", "prompts"), "all"):
                 tallies[kind].add(statistics, plain)
     except KeyboardInterrupt:
-        print("stopped; these are the prompts so far")
+        print("stopped, the figures are those of the prompts so far", file=sys.stderr)
     kinds = {kind: tally.as_dict() for kind, tally in sorted(tallies.items(), key=lambda pair: pair[0] == "all")}
     return {"kinds": kinds, "equal_replies": equal, "compared_replies": compared}
 
@@ -162,23 +197,29 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:>10.2f}{row['plain_tokens_per_second']:>8.2f}{row['ratio']:>7.2f}"
         )
     for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
-        print(f"position {position}: {share:.3f} of the drafts that far stood")
-    if siblings := result["kinds"].get("all", {}).get("siblings"):
-        print(f"siblings: {result['kinds']['all']['accepted_siblings']} of {siblings} stood")
+        print(f"position {position}: {share:.3f} of the drafts accepted")
+    if siblings := result["kinds"].get("all", {}).get("sibling_drafts"):
+        print(f"sibling drafts accepted: {result['kinds']['all']['accepted_sibling_drafts']} of {siblings}")
     if result["compared_replies"]:
         print(f"replies equal to plain decoding: {result['equal_replies']} of {result['compared_replies']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit status 1 when a reply differs that must not, 2 when it could not run."""
+    """Run the command.
+
+    The exit status is 1 when a reply differs that must not, 2 when the command could not run, 130 after Ctrl-C.
+    """
     args = setup_arg_parser().parse_args(argv)
     try:
-        engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=True)
+        engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
         started = time.perf_counter()
         result = measure(engine, tokenizer, read_prompts(args.prompts, args.limit), args)
     except (MlxSpecError, OSError) as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     print_table(result)
     print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
     about = {

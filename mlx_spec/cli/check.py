@@ -16,21 +16,28 @@ from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.checks.cases import CASES, TIMED
 from metal_kernels.checks.self_check import Finding, check
 from metal_kernels.checks.timing import call_ms
-from metal_kernels.launching.implementations import VARIABLE, implementation, using
+from metal_kernels.launching.implementations import VARIABLE, Implementation, implementation, using
 from metal_kernels.launching.launch import can_launch
 from mlx_spec.diagnose.rows import check_rows
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import chosen_kernels, load
 
 TIMED_ROWS = (1, 2, 4, 8, 16)
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("native", "stock")
+DESCRIPTION = """Check every operation on this machine, and with --model a model's rows, bit for bit.
+The exit status is 0 when all is well, 1 when something failed, 2 when the model cannot be loaded."""
+EXAMPLES = """examples:
+  python -m mlx_spec.check
+  python -m mlx_spec.check --model demo --json > report.json"""
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m mlx_spec.check",
-        description="Check every operation on this machine, and a model's rows, bit for bit. "
-        "The exit status is 0 when all is well, 1 when something failed, 2 when the model cannot be loaded.",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", help="demo, a folder or a Hugging Face repo, whose passes of 1 to 16 rows are checked too")
@@ -92,11 +99,11 @@ def times(repeats: int) -> list[dict[str, Any]]:
     """Time native kernels against MLX's own operations."""
     found = []
     for case in tqdm(TIMED, desc="timing", leave=False, disable=None):
-        lanes: dict[str, Any] = {"case": case.name}
-        for lane in ("native", "stock"):
-            with using(lane):
-                lanes[lane] = call_ms(case, TIMED_ROWS, repeats)
-        found.append(lanes)
+        measured: dict[str, Any] = {"case": case.name}
+        for kernels in IMPLEMENTATIONS:
+            with using(kernels):
+                measured[kernels] = call_ms(case, TIMED_ROWS, repeats)
+        found.append(measured)
     return found
 
 
@@ -120,10 +127,10 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"{row['case']:<42}{row['runs']:<30}{error:<16}{'FAILED' if row['failures'] else 'ok'}")
     if report["times_ms"]:
         lines += ["", f"{'ms a call':<42}{'rows':<8}" + "".join(f"{count:>9}" for count in TIMED_ROWS)]
-    for lanes in report["times_ms"]:
-        for lane in ("native", "stock"):
-            figures = "".join(f"{lanes[lane][count]:>9.3f}" for count in TIMED_ROWS)
-            lines.append(f"{lanes['case'] if lane == 'native' else '':<42}{lane:<8}{figures}")
+    for measured in report["times_ms"]:
+        for kernels in IMPLEMENTATIONS:
+            figures = "".join(f"{measured[kernels][count]:>9.3f}" for count in TIMED_ROWS)
+            lines.append(f"{measured['case'] if kernels == 'native' else '':<42}{kernels:<8}{figures}")
     return "\n".join([*lines, "", *verdicts(report)])
 
 
@@ -131,10 +138,10 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     """Say what failed, or what the checks showed."""
     if report["failures"]:
         return ["FAILED:", *report["failures"]]
-    told = ["Each of 16 rows equals the row alone, bit for bit, in every operation."]
+    lines = ["Each of 16 rows equals the row alone, bit for bit, in every operation."]
     if report["model"]:
-        told.append(f"{report['model']['name']}: passes of 1 to 16 rows equal one row at a time, bit for bit.")
-    return told
+        lines.append(f"{report['model']['name']}: passes of 1 to 16 rows equal one row at a time, bit for bit.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Quantise a DFlash drafter's checkpoint, or turn a quantised one back into plain tensors.
 
-The quantised file keeps the published names, with ``.weight``, ``.scales`` and ``.biases`` where a tensor is
-packed. Other programs that read only plain tensors take what ``--dequantize`` writes.
+    python -m mlx_spec.quantize_drafter Qwen3-8B-dflash Qwen3-8B-dflash-4bit
+    python -m mlx_spec.generate --model mlx-community/Qwen3-8B-4bit --drafter Qwen3-8B-dflash-4bit
+
+The quantised file keeps the published names, with .weight, .scales and .biases where a tensor is quantised.
+Programs that read only plain tensors take what --dequantize writes.
 """
 
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,21 +24,25 @@ from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.tensors import native_names
-from mlx_spec.errors import DrafterMismatch
+from mlx_spec.errors import DrafterMismatch, MlxSpecError
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mlx_spec.quantize_drafter", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_spec.quantize_drafter",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("source", type=Path, help="folder of the checkpoint")
     parser.add_argument("out", type=Path, help="folder to write")
-    add_packing_arguments(parser)
+    add_quantization_arguments(parser)
     parser.add_argument("--dequantize", action="store_true", help="write plain bfloat16 tensors instead")
     return parser
 
 
-def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what says how weights are packed, also to programs that train for it."""
+def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of quantisation, also to programs that train for it."""
     bits = (2, 3, 4, 5, 6, 8)
     parser.add_argument("--bits", type=int, default=4, choices=bits, help="bits a weight (default 4)")
     parser.add_argument(
@@ -44,7 +52,7 @@ def add_packing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def quantization(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the group size and the bits of every module that is packed, by its path."""
+    """Return the group size and the bits of every module to quantise, by its path."""
     return {
         path: {
             "group_size": args.group_size,
@@ -56,7 +64,7 @@ def quantization(model: nn.Module, args: argparse.Namespace) -> dict[str, dict[s
 
 
 def plain_tensors(model: nn.Module) -> dict[str, mx.array]:
-    """Return a module's tensors with every quantised weight unpacked to bfloat16."""
+    """Return a module's tensors with every quantised weight dequantised to bfloat16."""
     tensors = {}
     for path, module in model.named_modules():
         for name, value in leaf_parameters(module).items():
@@ -75,7 +83,7 @@ def leaf_parameters(module: nn.Module) -> dict[str, mx.array]:
 
 
 def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Drop ``.weight`` from codebooks that are not packed, as published checkpoints do."""
+    """Drop ``.weight`` from codebooks that are not quantised, as published checkpoints do."""
     return {
         name.removesuffix(".weight")
         if name.endswith("codebook.weight") and name.replace(".weight", ".scales") not in tensors
@@ -85,8 +93,18 @@ def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command; the exit status is 0, or 1 after an error."""
     args = setup_arg_parser().parse_args(argv)
+    try:
+        print(json.dumps(write(args)))
+    except MlxSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the folder and return what was written. Raises ModelError."""
     config = read_config_file(args.source, str(args.source), "drafter", DrafterMismatch)
     model = DraftModel(read_config(config, str(args.source)))
     load_tensors(model, native_names(read_tensors(args.source, str(args.source))), str(args.source))
@@ -95,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tensors = plain_tensors(model)
         config.pop("quantization", None)
     else:
-        packed = quantization(model, args)
-        nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
+        settings = quantization(model, args)
+        nn.quantize(model, class_predicate=lambda path, _: settings.get(path, False))
         tensors = dict(tree_flatten(model.parameters()))
-        codebooks = {path: how for path, how in packed.items() if path.endswith("codebook")}
+        codebooks = {path: own for path, own in settings.items() if path.endswith("codebook")}
         config["quantization"] = {"group_size": args.group_size, "bits": args.bits, **codebooks}
     out = args.out / "model.safetensors"
     mx.save_safetensors(str(out), published_names(tensors), metadata={"format": "mlx"})
@@ -106,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for extra in ("README.md", "training.json"):
         if (args.source / extra).exists() and args.out != args.source:
             shutil.copy(args.source / extra, args.out / extra)
-    print(json.dumps({"out": str(args.out), "tensors": len(tensors), "bytes": out.stat().st_size}))
-    return 0
+    return {"out": str(args.out), "tensors": len(tensors), "bytes": out.stat().st_size}
 
 
 if __name__ == "__main__":

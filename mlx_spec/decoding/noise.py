@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 # Purposes, so that draws for one position are independent of each other. ACCEPT + n judges draft n of a position.
-TOKEN, DRAFT, RESIDUAL, ACCEPT = range(4)
+TOKEN, DRAFT, RESIDUAL, XTC, ACCEPT = range(5)
 
 
 def key(seed: int, position: int, purpose: int) -> mx.array:

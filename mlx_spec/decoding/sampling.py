@@ -1,17 +1,18 @@
 """From logits to the distribution that tokens are drawn from, row by row, in mlx-lm's order.
 
-Logit bias and penalties first, each row with the history it would have in plain decoding; then top-p, min-p and
-top-k on the untempered distribution; then the temperature.
+Logit bias and penalties first, each row with the history it would have in plain decoding; then top-p, min-p, XTC
+and top-k on the untempered distribution; then the temperature.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
+from mlx_spec.decoding import noise
 from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 
@@ -33,14 +34,20 @@ class Sampling:
     temp: temperature; 0 takes the most likely token.
     top_p: nucleus sampling: the smallest set of tokens with this total probability; 0 or 1 for all.
     min_p: drop tokens less likely than this times the most likely one; 0 for none.
+    min_tokens_to_keep: but keep so many of the most likely ones.
+    xtc_probability: of excluding top choices (XTC) where a token is drawn: of all tokens above ``xtc_threshold``
+        only the least likely is kept; 0 for never.
+    xtc_threshold: probability, up to 0.5, above which a token is such a top choice.
+    xtc_special_tokens: ids that XTC never excludes, such as those of a newline and the end tokens.
     top_k: keep so many of the most likely tokens; 0 for all.
     seed: same seed, same text, drafted or not.
     accept: "coupled" gives the text that plain decoding with this seed gives; "rejection" accepts more often and
         gives other draws from the same distribution. Greedy requests need neither.
     logit_bias: what to add to the logits of some tokens; minus infinity forbids one.
-    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative ones.
-    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for each
-        time that they occur.
+    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative
+        ones.
+    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for
+        each time that they occur.
     logits_processors: pure functions, see LogitsProcessor; they come after bias and penalties.
     Raises RequestError for a value that has no meaning.
     """
@@ -48,6 +55,10 @@ class Sampling:
     temp: float = 0.0
     top_p: float = 0.0
     min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
     top_k: int = 0
     seed: int = 0
     accept: str = "coupled"
@@ -65,6 +76,8 @@ class Sampling:
             ("temp", 0.0, math.inf),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
+            ("xtc_probability", 0.0, 1.0),
+            ("xtc_threshold", 0.0, 0.5),
             ("top_k", 0, math.inf),
             ("repetition_penalty", 0.0, math.inf),
         ):
@@ -73,17 +86,30 @@ class Sampling:
                 raise RequestError(f"{name} must lie between {low} and {high}, not {value}.")
         if 0 < self.temp < LEAST_TEMP:
             raise RequestError(f"temp must be 0, for greedy decoding, or at least {LEAST_TEMP}, not {self.temp}.")
-        if self.top_k != int(self.top_k):
-            raise RequestError(f"top_k must be a whole number, not {self.top_k}.")
-        for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
+        for name in ("top_k", "min_tokens_to_keep", "seed"):
+            value = getattr(self, name)
+            if value != int(value):
+                raise RequestError(f"{name} must be a whole number, not {value!r}.")
+            object.__setattr__(self, name, int(value))
+        sizes = ("repetition_context_size", "presence_context_size", "frequency_context_size")
+        for name in ("min_tokens_to_keep", *sizes):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not all(math.isfinite(penalty or 0) for penalty in (self.presence_penalty, self.frequency_penalty)):
             raise RequestError("presence_penalty and frequency_penalty must be finite numbers.")
+        if self.logit_bias is not None:
+            try:
+                bias_of = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise RequestError(
+                    f"logit_bias maps token ids to numbers, it is not {self.logit_bias!r}."
+                ) from None
+            object.__setattr__(self, "logit_bias", bias_of)
         for token, bias in (self.logit_bias or {}).items():
             if not bias < math.inf:
                 raise RequestError(
-                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, not {bias}."
+                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, "
+                    f"not {bias}."
                 )
         if self.accept not in ("coupled", "rejection"):
             raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
@@ -106,10 +132,18 @@ class Sampling:
         ]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError when a biased token is outside the vocabulary."""
-        wrong = [t for t in self.logit_bias or () if not 0 <= t < vocab_size]
-        if wrong:
-            raise RequestError(f"logit_bias names tokens {wrong[:4]}; the vocabulary has {vocab_size}.")
+        """Raise RequestError when a setting names a token outside the vocabulary."""
+        for name in ("logit_bias", "xtc_special_tokens"):
+            wrong = [t for t in getattr(self, name) or () if not 0 <= t < vocab_size]
+            if wrong:
+                raise RequestError(f"{name} names tokens {wrong[:4]}; the vocabulary has {vocab_size}.")
+
+    @property
+    def filters(self) -> Hashable:
+        """What ``filtered`` depends on: rows of requests that have this in common can be filtered in one call."""
+        xtc = (self.xtc_probability, self.xtc_threshold, tuple(self.xtc_special_tokens), self.seed)
+        cut = (self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k)
+        return cut, xtc if self.xtc_probability else None
 
     def processed(
         self, logits: mx.array, history: Sequence[int], drafts: mx.array, tree: Tree | None = None
@@ -117,8 +151,8 @@ class Sampling:
         """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
         logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1], or those
-        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would round
-        what is added.
+        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would
+        round what is added.
         """
         if not self.processors:
             return logits
@@ -132,9 +166,10 @@ class Sampling:
             histories = [known[mx.array(index)] for index in indices]
         return mx.concatenate([self._process(tokens, logits[j : j + 1]) for j, tokens in enumerate(histories)])
 
-    def filtered(self, logits: mx.array) -> mx.array:
+    def filtered(self, logits: mx.array, positions: Sequence[int]) -> mx.array:
         """Turn processed logits [R, V] into scores whose softmax is the distribution to draw from.
 
+        positions: of the token that is drawn from each row; XTC is drawn by them.
         Returns [R, V]: the logits when greedy, else float32 filtered log-probabilities over the temperature.
         """
         if self.temp == 0:
@@ -144,10 +179,28 @@ class Sampling:
         if 0 < self.top_p < 1:
             scores = apply_top_p(scores, self.top_p)
         if self.min_p > 0:
-            scores = apply_min_p(scores, self.min_p)
+            keep = min(int(self.min_tokens_to_keep), scores.shape[-1])
+            scores = apply_min_p(scores, self.min_p, keep)
+        if self.xtc_probability > 0:
+            scores = self._without_top_choices(scores, positions)
         if 0 < self.top_k < scores.shape[-1]:
             scores = apply_top_k(scores, self.top_k)
         return scores * (1.0 / self.temp)
+
+    def _without_top_choices(self, scores: mx.array, positions: Sequence[int]) -> mx.array:
+        """Apply XTC to rows [R, V] as mlx-lm's ``apply_xtc`` does, but with the noise of each row's position.
+
+        Plain decoding and any draft then have the same draw for a position.
+        """
+        probabilities = mx.softmax(scores, axis=-1)
+        is_top = probabilities > self.xtc_threshold
+        least_likely_top = mx.min(mx.where(is_top, probabilities, mx.inf), axis=-1, keepdims=True)
+        excluded = probabilities > least_likely_top
+        if self.xtc_special_tokens:
+            excluded[:, mx.array(list(self.xtc_special_tokens))] = False
+        drawn = [mx.random.uniform(key=noise.key(self.seed, position, noise.XTC)) for position in positions]
+        applies = mx.stack(drawn)[:, None] <= self.xtc_probability
+        return mx.where(mx.logical_and(applies, excluded), -mx.inf, scores)
 
     def _process(self, tokens: mx.array, logits: mx.array) -> mx.array:
         for processor in self.processors:

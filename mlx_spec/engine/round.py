@@ -54,7 +54,9 @@ class Snapshot:
         """Forget what a round that broke off left of itself."""
         generation = self.generation
         del generation.tokens[self.num_tokens :]
-        generation.finish_reason, generation.statistics = None, self.statistics
+        generation.finish_reason = None
+        # The same object, which responses hold.
+        vars(generation.statistics).update(vars(self.statistics))
         generation.sequence.rewind(generation.anchor_position)
         states.rewind(generation, generation.anchor_position)
 

@@ -103,6 +103,11 @@ class Rows:
         return self.drafted.generation
 
     @property
+    def positions(self) -> list[int]:
+        """The positions of the tokens that are drawn from the rows."""
+        return [self.generation.anchor_position + 1 + depth for depth in self.drafted.tree.depths]
+
+    @property
     def usable(self) -> mx.array:
         """Whether a token can be taken from each row: bool [k + 1].
 
@@ -146,13 +151,13 @@ def filtered(every: Sequence[Rows], whole: mx.array | None) -> list[Rows]:
     whole: [R, V], where it holds the rows of all.
     """
     samplings = [rows.generation.request.sampling for rows in every]
-    if whole is not None and len({(s.temp, s.top_p, s.min_p, s.top_k) for s in samplings}) == 1:
-        scores = samplings[0].filtered(whole)
+    if whole is not None and len({sampling.filters for sampling in samplings}) == 1:
+        scores = samplings[0].filtered(whole, [position for rows in every for position in rows.positions])
         if scores is whole:
             return list(every)
         parts = split([rows.drafted for rows in every], scores)
     else:
-        parts = [s.filtered(rows.processed) for s, rows in zip(samplings, every, strict=True)]
+        parts = [s.filtered(rows.processed, rows.positions) for s, rows in zip(samplings, every, strict=True)]
     return [replace(rows, scores=part) for rows, part in zip(every, parts, strict=True)]
 
 

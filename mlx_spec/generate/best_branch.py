@@ -1,4 +1,4 @@
-"""Think in several branches, then continue the best: branches of one prompt share its pages and every pass."""
+"""Begin an answer in several branches, then continue the best: they share the prompt's pages and every pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,17 @@ from mlx_lm.generate import wired_limit
 
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import encode, make_sampling
+from mlx_spec.generate.stream import encode, make_sampling, stop_strings
 from mlx_spec.generate.text_stream import TextStream
 
 
 @dataclass
 class Branch:
-    """What a branch said before one was chosen.
+    """A branch as it was when one was chosen.
 
-    text, tokens: so far, without the prompt. mean_logprob: of the tokens. score: what it was judged by.
+    text, tokens: so far, without the prompt.
+    mean_logprob: the mean log-probability of its tokens.
+    score: what it was chosen by, the highest first.
     """
 
     text: str
@@ -28,7 +30,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class BestBranch:
-    """text: all that the chosen branch said. best: its number. branches: all of them, as they were judged."""
+    """The answer, and the branches that it was chosen from.
+
+    text: the whole text of the chosen branch.
+    best: its number.
+    branches: all of them, as they were when it was chosen.
+    """
 
     text: str
     best: int
@@ -39,19 +46,25 @@ Score = Callable[[Branch], float]
 
 
 @dataclass
-class Thought:
-    """A branch in progress. ``is_end`` ends it where ``until`` is complete; ``reached`` says that this was why."""
+class RunningBranch:
+    """A branch in progress.
+
+    stream: its text so far.
+    until: text that ends it, where there is one.
+    logprobs: of its tokens.
+    is_complete: whether ``until`` was what ended it.
+    """
 
     stream: TextStream
     until: str | None
     logprobs: list[float] = field(default_factory=list)
-    reached: bool = False
+    is_complete: bool = False
 
     def is_end(self, token: int) -> bool:
         """Add a token; true when the branch ends with it."""
         ended = self.stream.add(token)
-        self.reached = self.until is not None and self.until in "".join(self.stream.segments)
-        return ended or self.reached
+        self.is_complete = self.until is not None and self.until in "".join(self.stream.segments)
+        return ended or self.is_complete
 
 
 def best_branch(
@@ -68,12 +81,18 @@ def best_branch(
     stop: str | Sequence[str] = (),
     **sampling: Any,
 ) -> BestBranch:
-    """Say the beginning of an answer in several branches, and the rest of it in the best.
+    """Generate the beginning of an answer in several branches, and the rest of it in the best.
 
-    branches: how many; branch i draws with seed + i. branch_tokens: most tokens of each before one is chosen.
-    until: text that ends a branch earlier, such as "</think>"; it is part of the answer. score: judges a branch,
-    the highest is continued; by default the mean log-probability of its tokens. max_tokens: of the whole answer.
-    prompt, num_draft_tokens, stop and sampling: see stream_generate; with temp 0 all branches are alike.
+    engine, tokenizer: from ``load``.
+    prompt: text, used as it is (apply the chat template yourself), or token ids.
+    branches: how many; branch i draws with seed + i, so with temp 0 all are alike.
+    branch_tokens: most tokens of each before one is chosen.
+    until: text that ends a branch earlier, such as "</think>"; it is part of the answer.
+    score: a function of a branch, of which the highest is continued; by default its mean log-probability.
+    max_tokens: length of the whole answer.
+    num_draft_tokens: tokens to draft a round, see stream_generate.
+    stop: text that ends the answer and is not returned.
+    sampling: see stream_generate.
     The answer is the one that its branch's seed gives alone. Raises RequestError, and what ``score`` raises.
     """
     if branches < 1 or not 1 <= branch_tokens <= max_tokens:
@@ -81,8 +100,8 @@ def best_branch(
             f"best_branch takes at least 1 branch of 1 to max_tokens ({max_tokens}) tokens, "
             f"not {branches} of {branch_tokens}."
         )
-    stops = [stop] if isinstance(stop, str) else stop
-    thoughts = [Thought(TextStream(tokenizer, stops), until) for _ in range(branches)]
+    stops = stop_strings(stop)
+    running = [RunningBranch(TextStream(tokenizer, stops), until) for _ in range(branches)]
     request = Request(
         prompt=encode(tokenizer, prompt),
         max_tokens=branch_tokens,
@@ -90,50 +109,53 @@ def best_branch(
         sampling=make_sampling(sampling),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         logprobs=True,
-        is_end=thoughts[0].is_end,
+        is_end=running[0].is_end,
     )
     with wired_limit(engine.target.model):
         generations = [engine.start(request)]
         try:
-            for index, thought in enumerate(thoughts[1:], 1):
+            for index, branch in enumerate(running[1:], 1):
                 seed = request.sampling.seed + index
-                generations.append(engine.fork(generations[0], seed=seed, is_end=thought.is_end))
-            _think(engine, generations, thoughts)
-            said = [_said(pair, request) for pair in zip(generations, thoughts, strict=True)]
-            for branch in said:
-                branch.score = branch.mean_logprob if score is None else score(branch)
-            best = max(range(branches), key=lambda index: said[index].score)
-            text = _continued(engine, generations, best, thoughts[best], max_tokens)
+                generations.append(engine.fork(generations[0], seed=seed, is_end=branch.is_end))
+            _run_to_choice(engine, generations, running)
+            candidates = [_candidate(*pair, request) for pair in zip(generations, running, strict=True)]
+            for candidate in candidates:
+                candidate.score = candidate.mean_logprob if score is None else score(candidate)
+            best = max(range(branches), key=lambda index: candidates[index].score)
+            text = _continued(engine, generations, best, running[best], max_tokens)
         finally:
             for generation in generations:
                 engine.close(generation)
-    return BestBranch(text, best, said)
+    return BestBranch(text, best, candidates)
 
 
-def _think(engine: Engine, generations: list[Generation], thoughts: list[Thought]) -> None:
+def _run_to_choice(engine: Engine, generations: list[Generation], running: list[RunningBranch]) -> None:
+    """Run all branches together until each has its ``branch_tokens`` or has come to its end."""
     while any(generation.finish_reason is None for generation in generations):
-        for done, thought in zip(engine.step(generations), thoughts, strict=True):
+        for done, branch in zip(engine.step(generations), running, strict=True):
             if done.error is not None:
                 raise done.error
-            thought.logprobs += [token.logprob for token in done.logprobs]
+            branch.logprobs += [token.logprob for token in done.logprobs]
 
 
-def _said(pair: tuple[Generation, Thought], request: Request) -> Branch:
-    generation, thought = pair
+def _candidate(generation: Generation, branch: RunningBranch, request: Request) -> Branch:
+    """Return what there is to choose a branch by."""
     tokens = generation.tokens[len(request.prompt) :]
-    return Branch("".join(thought.stream.segments), tokens, sum(thought.logprobs) / len(thought.logprobs))
+    return Branch("".join(branch.stream.segments), tokens, sum(branch.logprobs) / len(branch.logprobs))
 
 
-def _continued(engine: Engine, generations: list[Generation], best: int, thought: Thought, max_tokens: int) -> str:
+def _continued(
+    engine: Engine, generations: list[Generation], best: int, branch: RunningBranch, max_tokens: int
+) -> str:
     """Close all branches but the best, and let that go on to its own end, where it has not come to it."""
     generation = generations[best]
-    if thought.reached or generation.finish_reason == "length":
-        goes_on = engine.fork(generation, max_tokens=max_tokens, is_end=thought.stream.add, logprobs=False)
+    if branch.is_complete or generation.finish_reason == "length":
+        goes_on = engine.fork(generation, max_tokens=max_tokens, is_end=branch.stream.add, logprobs=False)
         for other in generations:
             engine.close(other)
         generations[:] = [goes_on]
         while goes_on.finish_reason is None:
             engine.step(goes_on)
         generation = goes_on
-    thought.stream.finish(stop_token=generation.tokens[-1] in generation.request.eos_token_ids)
-    return "".join(thought.stream.segments)
+    branch.stream.finish(stop_token=generation.tokens[-1] in generation.request.eos_token_ids)
+    return "".join(branch.stream.segments)

@@ -15,16 +15,36 @@ from mlx_spec.errors import RequestError
 from mlx_spec.generate.text_stream import TextStream
 from mlx_spec.target import CachedSequence
 
+# What mlx_lm's functions take and these do not, and what to do instead.
+NOT_HERE = {
+    "sampler": "a function cannot share its noise with a drafter, so give its settings: temp=, top_p=, min_p=, "
+    "top_k=, xtc_probability= and so on",
+    "prompt_cache": "a cache belongs to a running engine, so use engine.start and engine.fork",
+    "draft_model": "the drafter is the second argument of load",
+    "max_kv_size": "give max_cached_tokens= to load, for all generations together",
+    "kv_bits": "the cache keeps the model's precision",
+    "kv_group_size": "the cache keeps the model's precision",
+    "quantized_kv_start": "the cache keeps the model's precision",
+    "input_embeddings": "a prompt is text or token ids",
+}
+
 
 @dataclass(frozen=True)
 class GenerationResponse:
     """One generated token.
 
-    text: the text that became certain with it, possibly empty. from_draft: whether the drafter proposed it.
-    peak_memory: GB. finish_reason: None but for the last token, "stop" or "length". statistics: of the generation
-    so far, the same object in every response; ``statistics.exact`` says whether rows were those of plain decoding.
-    Where log-probabilities are asked for, logprobs: [V] float32, of every token, computed when it is read;
-    logprob: of the token; top_logprobs: (token, log-probability) of the likeliest.
+    text: the text that became certain with it, possibly empty.
+    token: its id.
+    logprobs: log-probabilities of all tokens, [V] float32, where they are asked for; computed when it is read.
+    from_draft: whether the drafter proposed it.
+    prompt_tokens, prompt_tps: length of the prompt, and tokens a second of reading it.
+    generation_tokens, generation_tps: tokens so far, and their rate.
+    peak_memory: the most that MLX held so far, in GB.
+    finish_reason: of the last token "stop" or "length", of all others None.
+    statistics: of the generation so far, the same object in every response; ``statistics.exact`` says whether rows
+        had the bits of rows computed alone.
+    logprob: log-probability of the token, where it is asked for.
+    top_logprobs: (token, log-probability) of the most likely tokens, where they are asked for.
     index: which of ``n`` texts it belongs to.
     """
 
@@ -57,26 +77,31 @@ def stream_generate(
     logprobs: bool = False,
     top_logprobs: int = 0,
     prefill_step_size: int = 512,
-    prompt_progress_callback: Callable[[int, int], None] = lambda done, total: None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None,
     **sampling: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate from a prompt, token by token.
 
-    engine, tokenizer: from ``load``. prompt: text, used as it is (apply the chat template yourself), or token ids.
-    max_tokens: -1 for no limit. n: texts to generate together; text i draws with seed + i, and is the one that
-    this seed gives alone. num_draft_tokens: None lets measured costs decide, "adaptive" goes up after rounds
-    whose drafts all stood and down after rounds in which none did, 0 is plain decoding. num_sibling_drafts: verify so many
-    runners-up beside a number of drafts; None lets measured costs decide. stop: text that ends the generation and
-    is not returned. logprobs: bring log-probabilities, and top_logprobs those of so many of the likeliest tokens,
-    up to 16: behind penalties, before temperature. on_verified: see Request. sampling: temp, top_p, min_p, top_k,
-    seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
+    engine, tokenizer: from ``load``.
+    prompt: text, used as it is (apply the chat template yourself), or token ids.
+    max_tokens: length of the text, -1 for no limit.
+    n: texts to generate together; text i draws with seed + i, and is the one that this seed gives alone.
+    num_draft_tokens: tokens to draft a round. None lets measured costs decide; "adaptive" goes up after rounds
+        whose drafts were all accepted, and down after rounds in which none was; 0 is plain decoding.
+    num_sibling_drafts: second choices to verify beside a number of drafts. None lets measured costs decide.
+    stop: text that ends the generation and is not returned.
+    logprobs: bring the log-probability of each token, after penalties and before temperature.
+    top_logprobs: and those of so many of the most likely tokens, up to 16.
+    prefill_step_size: prompt tokens of a pass.
+    prompt_progress_callback: called with the prompt tokens that were read, and how many there are.
+    on_verified: see Request.
+    sampling: temp, top_p, min_p, top_k, seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
     Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """
     if n < 1:
         raise RequestError(f"n must be at least 1, not {n}.")
-    stops = [stop] if isinstance(stop, str) else stop
-    streams = [TextStream(tokenizer, stops) for _ in range(n)]
+    streams = [TextStream(tokenizer, stop_strings(stop)) for _ in range(n)]
     request = Request(
         prompt=encode(tokenizer, prompt),
         max_tokens=max_tokens,
@@ -88,7 +113,7 @@ def stream_generate(
         top_logprobs=top_logprobs,
         num_sibling_drafts=num_sibling_drafts,
         is_end=streams[0].add,
-        on_progress=prompt_progress_callback,
+        on_progress=prompt_progress_callback or (lambda done, total: None),
         on_verified=on_verified,
     )
     with wired_limit(engine.target.model):
@@ -170,10 +195,14 @@ def generate(
     n: int | None = None,
     **options: Any,
 ) -> str | list[str]:
-    """Generate a whole text and return it; ``verbose`` prints it as it comes, and a summary.
+    """Generate a whole text and return it.
 
-    n: generate so many texts together, and return a list of them; ``verbose`` prints them when all are complete.
+    engine, tokenizer: from ``load``.
+    prompt: text, used as it is (apply the chat template yourself), or token ids.
+    verbose: print the text as it comes, and a summary; several texts when all are complete.
+    n: generate so many texts together, and return a list of them.
     options: see stream_generate.
+    Raises RequestError, NonFiniteError.
     """
     texts = [""] * (n or 1)
     response = None
@@ -196,12 +225,23 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 
 
+def stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the strings that end a text. Raises RequestError for anything else."""
+    strings = [stop] if isinstance(stop, str) else list(stop or ())
+    if not all(isinstance(each, str) for each in strings):
+        raise RequestError(f"stop takes a string or several, not {stop!r}.")
+    return strings
+
+
 def make_sampling(options: dict[str, Any]) -> Sampling:
-    """Build the sampling settings. Raises RequestError for a name that is none of them."""
-    unknown = options.keys() - Sampling.__dataclass_fields__.keys()
-    if unknown:
-        raise RequestError(
-            f"Unknown option {', '.join(sorted(unknown))}; "
-            f"sampling takes {', '.join(Sampling.__dataclass_fields__)}."
-        )
-    return Sampling(**options)
+    """Build the sampling settings. Raises RequestError for a name or a value that is none of them."""
+    fields = Sampling.__dataclass_fields__
+    for name, value in options.items():
+        if name in NOT_HERE and value is not None:
+            raise RequestError(f"{name}= is not taken here: {NOT_HERE[name]}.")
+        if name not in fields.keys() | NOT_HERE.keys():
+            raise RequestError(f"There is no option {name}=; sampling takes {', '.join(fields)}.")
+    try:
+        return Sampling(**{name: value for name, value in options.items() if value is not None})
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"A sampling setting cannot be read: {error}.") from error

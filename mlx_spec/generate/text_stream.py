@@ -1,4 +1,4 @@
-"""Text from tokens, as it comes: whole characters only, and nothing behind a stop string."""
+"""Text from tokens, as it comes: whole characters only, and nothing from a stop string on."""
 
 from collections.abc import Sequence
 from typing import Any

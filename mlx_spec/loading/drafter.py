@@ -34,9 +34,10 @@ class LoadedDrafter:
 
 
 def drafter_name(model: str, drafter: str | None, model_source: DrafterSource) -> str | None:
-    """Return the folder or repo of the drafter to use with a model, its kind's name for one that comes with it, or None.
+    """Return the folder or repo of the drafter to use with a model, or None.
 
-    The demo's own is the one that is fastest: on a CPU the EAGLE head, of which one token costs least.
+    Of one that comes with the model it is the name of its kind. The demo's own is the one that is fastest: on a
+    CPU the EAGLE head, of which one token costs least.
     Raises DrafterMismatch for a drafter of the demo's with another model.
     """
     if drafter == AUTO and model == DEMO:
@@ -49,8 +50,8 @@ def drafter_name(model: str, drafter: str | None, model_source: DrafterSource) -
     named = kind_named(drafter)
     if named is not None and not named.lies_in_model and model != DEMO and not Path(named.name).is_dir():
         raise DrafterMismatch(
-            f"{model} comes with no {named.title}: give --drafter the folder or repo of one that was trained for it, "
-            f"or train one with tools.{named.trainer}."
+            f"{model} comes with no {named.title}: give --drafter the folder or repo of one that was trained for "
+            f"it, or train one with tools.{named.trainer}."
         )
     return drafter
 

@@ -1,6 +1,7 @@
 """From names to loaded models: the target, its tokenizer and its drafter, in an engine."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -11,7 +12,8 @@ from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
 from mlx_spec.engine import Engine
-from mlx_spec.errors import ModelError
+from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
+from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 from mlx_spec.loading.drafter import AUTO, drafter_name, load_drafter
 from mlx_spec.loading.weights import fit_to_machine, on_cpu
@@ -34,44 +36,63 @@ def load(
     exact: bool = True,
     max_cached_tokens: int | None = None,
     tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    trust_remote_code: bool = False,
     progress: bool = False,
 ) -> tuple[Engine, Any]:
     """Load a target with its drafter, and return the engine and the tokenizer.
 
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads.
-    drafter: a folder or repo of a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that holds
-        an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's; "auto" for
-        the one that comes with it, if any; None for none.
+    drafter: a folder or repo of a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that
+        holds an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's;
+        "auto" for the one that comes with it, if any; None for none.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
         unless it has a vocabulary of its own.
-    draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head with, 16 for none; by default EAGLE heads
-        have 4 and MTP heads those of their model. Heads that are quantised already stay as they are.
+    draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head with, 16 for none; by default EAGLE
+        heads have 4 and MTP heads those of their model. Heads that are quantised already stay as they are.
     exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
         statistics say whether they were equal. False takes MLX's own operations for all work, where these are
         faster: then a row's rounding may depend on the rows beside it, and near ties may be decided otherwise
         than in plain decoding.
     max_cached_tokens: token positions that all sequences together may cache (default: the model's context).
     tokenizer_config: further arguments of the tokenizer.
-    progress: show what is fetched and timed, on standard error.
+    adapter_path: folder with adapters that ``mlx_lm.lora`` trained for the model. They are merged into its
+        weights; the layers that they change are held in 16 bits.
+    trust_remote_code: let a tokenizer run Python code that comes with the model. Otherwise no such code runs.
+    progress: show what is fetched, timed and checked, on standard error.
 
     Where MLX runs on the CPU, quantised weights are dequantised to bfloat16, unless that would take more than half
-    of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not quantised there
-    unless ``draft_bits`` says so.
-    Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
+    of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not quantised
+    there unless ``draft_bits`` says so.
+    Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated, RequestError
+    for a setting without a meaning.
     """
     kernels = chosen_kernels(exact)
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
     family_of(config, model)
+    if "model_file" in config:
+        raise UnsupportedModel(f"{model} brings its architecture as Python code, which mlx_spec does not run.")
     try:
         loaded, _ = load_model(folder, lazy=True)
-        tokenizer = load_tokenizer(folder, tokenizer_config or {})
+        # Without a word on it, transformers asks on standard input.
+        settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+        tokenizer = load_tokenizer(folder, settings)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model} comes with a tokenizer that is Python code. If you trust it, load it with "
+                "trust_remote_code=True (--trust-remote-code)."
+            ) from error
         raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
+    if adapter_path is not None:
+        merge_adapters(loaded, adapter_path)
     target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
     source = DrafterSource(folder, model, config, config)
     name = drafter_name(model, drafter, source)
     found, label = None, ""
+    if name is None and (draft_vocab is not None or draft_bits is not None):
+        raise RequestError(f"draft_vocab and draft_bits are settings of a drafter, and {model} has none here.")
     if name is not None:
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         found = load_drafter(name, target, source, DrafterOptions(ids, draft_bits, on_cpu()), progress)
@@ -81,10 +102,10 @@ def load(
     with using(kernels):
         costs = None if bound is None else measured_costs(target, bound, label, progress)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
-        exactness = checked_exactness(target, most_rows) if exact else OFF
+        exactness = checked_exactness(target, most_rows, progress) if exact else OFF
         if found is not None and found.kind.other_wirings is not None and not found.is_shipped:
             wirings = found.kind.other_wirings(found.drafter, target.num_layers)
-            check_wiring(target, wirings, tokenizer, label)
+            check_wiring(target, wirings, tokenizer, label, progress)
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 
 

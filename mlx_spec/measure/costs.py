@@ -105,11 +105,11 @@ def fastest(passes: Mapping[Name, Callable[[], list[mx.array]]], progress: bool 
     Passes take turns, so that a moment in which the machine is busy spoils one run of a pass and not all.
     """
     best = dict.fromkeys(passes, math.inf)
-    turns = tqdm([*passes] * RUNS, "Timing passes, once", leave=False, disable=not progress)
-    for name in turns:
-        started = time.perf_counter()
-        mx.eval(passes[name]())
-        best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
+    with tqdm([*passes] * RUNS, "Timing passes, once", leave=False, disable=not progress) as turns:
+        for name in turns:
+            started = time.perf_counter()
+            mx.eval(passes[name]())
+            best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
     return best
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tqdm import tqdm
+
 from mlx_spec.diagnose.rows import check_rows, check_tree
 from mlx_spec.engine.statistics import Exactness
 from mlx_spec.measure import store
@@ -12,20 +14,27 @@ OFF = Exactness(False, "turned off: MLX's own operations run, whose rows may dep
 COMPARED = 4
 
 
-def checked_exactness(target: Target, most_rows: int) -> Exactness:
+def checked_exactness(target: Target, most_rows: int, progress: bool = False) -> Exactness:
     """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or return the stored result."""
     counts = sorted({2, most_rows})
     key = store.key(target, f"passes of {counts} rows and a tree")
     exactness = from_json(store.read().get(key))
     if exactness is None:
-        exactness = check(target, counts)
+        exactness = check(target, counts, progress)
         store.write(key, {"exact": exactness.holds, "reason": exactness.reason})
     return exactness
 
 
-def check(target: Target, counts: list[int]) -> Exactness:
-    """Compare passes of ``counts`` rows, and of a tree where the target takes trees, with one row at a time."""
-    found = [*check_rows(target, counts, COMPARED), check_tree(target, COMPARED) if target.takes_trees else None]
+def check(target: Target, counts: list[int], progress: bool = False) -> Exactness:
+    """Compare passes of ``counts`` rows, and one whose rows form a tree, with one row at a time."""
+    found = []
+    total = len(counts) + target.takes_trees
+    with tqdm(desc="Checking rows, once", total=total, leave=False, disable=not progress) as bar:
+        for difference in check_rows(target, counts, COMPARED):
+            found.append(difference)
+            bar.update()
+        if target.takes_trees:
+            found.append(check_tree(target, COMPARED))
     differences = [d for d in found if d is not None]
     if differences:
         return Exactness(False, str(differences[0]))

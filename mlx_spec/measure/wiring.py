@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_spec.diagnose.wiring import TEXT, better_wiring, measure_wirings
 from mlx_spec.drafters.wiring import Wirings
@@ -11,18 +12,21 @@ from mlx_spec.measure import store
 from mlx_spec.target import Target
 
 
-def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str) -> None:
+def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str, progress: bool = False) -> None:
     """Warn where another wiring fits a head clearly better; measured once per machine, head and version.
 
     target: the head's.
     wirings: of the head.
     tokenizer: the target's.
     name: of the head.
+    progress: show a bar.
     """
     key = store.key(target, f"wiring of {name}", fingerprint(target, wirings))
     entry = store.read().get(key)
     if not isinstance(entry, dict) or "better" not in entry:
-        measured = measure_wirings(target, wirings, list(tokenizer.encode(TEXT)))
+        what = "Checking the head's wiring, once"
+        with tqdm(desc=what, bar_format="{desc}", leave=False, disable=not progress):
+            measured = measure_wirings(target, wirings, list(tokenizer.encode(TEXT)))
         entry = {"better": better_wiring(measured, name)}
         store.write(key, entry)
     if entry["better"]:

@@ -26,18 +26,19 @@ def test_a_tally_adds_prompts_of_different_depth() -> None:
     assert row["accepted_length"] == round(11 / 6, 3)
     assert row["acceptance"] == [round(4 / 6, 3), 0.25]
     assert row["ratio"] == round((11 / 3) / (11 / 5.5), 3)
-    assert (row["siblings"], row["accepted_siblings"]) == (0, 0)
+    assert (row["sibling_drafts"], row["accepted_sibling_drafts"]) == (0, 0)
 
 
-def test_leaves_are_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sibling_drafts_are_counted_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     tally = bench.Tally()
-    for siblings, stood in ((6, 2), (3, 0)):
-        tally.add(replace(statistics([1], [1], 2, 1, 1.0), siblings=siblings, accepted_siblings=stood), None)
+    for siblings, accepted in ((6, 2), (3, 0)):
+        counted = statistics([1], [1], 2, 1, 1.0)
+        tally.add(replace(counted, sibling_drafts=siblings, accepted_sibling_drafts=accepted), None)
     bench.print_table({"kinds": {"all": tally.as_dict()}, "equal_replies": 0, "compared_replies": 0})
-    assert "siblings: 2 of 9 stood" in capsys.readouterr().out
+    assert "sibling drafts accepted: 2 of 9" in capsys.readouterr().out
 
 
-def test_without_the_plain_lane_there_is_no_ratio(capsys) -> None:
+def test_without_plain_decoding_there_is_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     tally = bench.Tally()
     tally.add(statistics([1], [1], 2, 1, 1.0), None)
     bench.print_table({"kinds": {"all": tally.as_dict()}, "equal_replies": 0, "compared_replies": 0})

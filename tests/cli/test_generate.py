@@ -1,23 +1,30 @@
 """``python -m mlx_spec.generate``: answers on standard output, everything else on standard error."""
 
+import argparse
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny_folders import write_dflash2, write_model
+from mlx_lm.generate import setup_arg_parser as mlx_lm_arg_parser
+from tiny_folders import TEMPLATE, write_dflash2, write_model
 
-import mlx_spec
-from mlx_spec import generate, load
-from mlx_spec.cli.generate import PrefillBar, generation_options, main, setup_arg_parser
+from mlx_spec import GenerationResponse, Sampling, generate, load, stream_generate
+from mlx_spec.cli.generate import REFUSED, PrefillBar, Refused, generation_options, main, setup_arg_parser
+from mlx_spec.measure.costs import fastest
 
+MODULES = ("generate", "check", "bench", "extract_mtp", "quantize_drafter")
 COMMAND = sys.modules["mlx_spec.cli.generate"]
 CONTEXT = 200_000  # so that a generation without limit takes long enough to be stopped
 STATS = {
+    "text",
     "prompt_tokens",
     "prompt_tps",
     "generation_tokens",
@@ -25,8 +32,8 @@ STATS = {
     "seconds",
     "rounds",
     "undrafted_rounds",
-    "siblings",
-    "accepted_siblings",
+    "sibling_drafts",
+    "accepted_sibling_drafts",
     "accepted_length",
     "drafted",
     "accepted",
@@ -36,6 +43,7 @@ STATS = {
     "draft_seconds",
     "verify_seconds",
     "depth_reason",
+    "drafter_failure",
     "exact",
     "exact_reason",
     "finish_reason",
@@ -72,7 +80,7 @@ def answer(capsys: Capture, *argv: str) -> str:
 
 def command(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
-    line = [sys.executable, "-m", "mlx_spec.cli.generate", *argv]
+    line = [sys.executable, "-m", "mlx_spec.generate", *argv]
     return subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120)
 
 
@@ -82,11 +90,44 @@ def test_help_names_every_flag_and_says_what_it_does() -> None:
     for action in setup_arg_parser()._actions:
         assert action.help, action.option_strings
         for flag in action.option_strings:
-            assert flag in done.stdout
+            assert (flag in done.stdout) == (action.help != argparse.SUPPRESS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_command_runs_as_a_module_and_warns_of_nothing(name: str) -> None:
+    line = [sys.executable, "-W", "error", "-m", f"mlx_spec.{name}", "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m mlx_spec.{name}")
+
+
+def test_every_flag_of_mlx_lm_is_taken_or_refused_with_a_reason(capsys: Capture) -> None:
+    ours = {flag: action for action in setup_arg_parser()._actions for flag in action.option_strings}
+    refused = set()
+    for action in mlx_lm_arg_parser()._actions:
+        for flag in action.option_strings:
+            assert flag in ours, flag
+            if not isinstance(ours[flag], Refused):
+                assert (ours[flag].nargs, ours[flag].type or str) == (
+                    action.nargs,
+                    action.type or str,
+                ) or flag in (
+                    "--num-draft-tokens",
+                    "--verbose",
+                )
+                continue
+            refused.add(action.option_strings[0])
+            with pytest.raises(SystemExit) as ended:
+                main([flag, "4"])
+            assert ended.value.code == 2
+            reason = REFUSED[action.option_strings[0]]
+            last = capsys.readouterr().err.splitlines()[-1]
+            assert last.endswith(f"{action.option_strings[0]} does not exist here: {reason}.")
+    assert refused == REFUSED.keys()
 
 
 def test_the_answer_goes_to_stdout_and_the_summary_to_stderr(model: str, drafter: str) -> None:
-    done = command("--model", model, "--drafter", drafter, "-p", "hello", "-m", "24", "--draft-tokens", "5")
+    done = command("--model", model, "--drafter", drafter, "-p", "hello", "-m", "24", "--num-draft-tokens", "5")
     engine, tokenizer = load(model, None)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)
     assert done.stdout == generate(engine, tokenizer, prompt, max_tokens=24) + "\n"
@@ -96,18 +137,28 @@ def test_the_answer_goes_to_stdout_and_the_summary_to_stderr(model: str, drafter
     assert done.returncode == 0
 
 
-def test_stats_json_is_the_last_line_of_stdout(model: str, drafter: str, capsys: Capture) -> None:
-    argv = ["--model", model, "--drafter", drafter, "-m", "24", "--draft-tokens", "5"]
+def test_stats_json_is_all_of_stdout(model: str, drafter: str, capsys: Capture) -> None:
+    argv = ["--model", model, "--drafter", drafter, "-m", "24", "--num-draft-tokens", "5"]
     plain = answer(capsys, *argv, "--verbose", "F")
     assert main([*argv, "--stats", "json"]) == 0
     out, err = capsys.readouterr()
-    text, summary = out.removesuffix("\n").rsplit("\n", 1)
-    stats = json.loads(summary)
-    assert text + "\n" == plain
+    stats = json.loads(out)
     assert err == ""
     assert stats.keys() == STATS
+    assert stats["text"] + "\n" == plain
     assert (stats["generation_tokens"], stats["finish_reason"]) == (24, "length")
     assert stats["rounds"] == 24 - sum(stats["accepted"])
+    assert stats["depth_reason"] == "fixed at 5"
+
+
+def test_the_summary_begins_with_a_blank_line_and_gives_the_draft_depth(
+    model: str, drafter: str, capsys: Capture
+) -> None:
+    argv = ["--model", model, "--drafter", drafter, "-m", "8", "--num-draft-tokens", "5"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["", "=" * 10]
+    assert "Draft depth: fixed at 5" in lines
 
 
 @pytest.mark.parametrize("flag", ["F", "false", "False"])
@@ -125,17 +176,17 @@ def test_the_prompt_may_come_from_standard_input(model: str, capsys: Capture) ->
     assert done.stdout != answer(capsys, *argv, "--prompt", "two lines")
 
 
-def test_draft_tokens_never_change_the_answer(model: str, drafter: str, capsys: Capture) -> None:
+def test_num_draft_tokens_never_change_the_answer(model: str, drafter: str, capsys: Capture) -> None:
     argv = ["--model", model, "--drafter", drafter, "-m", "40", "--verbose", "F"]
     for sampling in ([], ["--temp", "0.8", "--top-k", "20", "--seed", "3", "--presence-penalty", "0.5"]):
         answers = {
-            answer(capsys, *argv, *sampling, "--draft-tokens", k) for k in ("0", "auto", "adaptive", "1", "7")
+            answer(capsys, *argv, *sampling, "--num-draft-tokens", k) for k in ("0", "auto", "adaptive", "1", "7")
         }
         assert len(answers) == 1
 
 
-def test_draft_tokens_0_loads_no_drafter(model: str, capsys: Capture) -> None:
-    answer(capsys, "--model", model, "--drafter", "nowhere", "--draft-tokens", "0", "-m", "2")
+def test_num_draft_tokens_0_loads_no_drafter(model: str, capsys: Capture) -> None:
+    answer(capsys, "--model", model, "--drafter", "nowhere", "--num-draft-tokens", "0", "-m", "2")
 
 
 def test_the_seed_decides_a_sampled_answer(model: str, capsys: Capture) -> None:
@@ -146,19 +197,40 @@ def test_the_seed_decides_a_sampled_answer(model: str, capsys: Capture) -> None:
 
 def test_rejection_runs(model: str, drafter: str, capsys: Capture) -> None:
     argv = ["--model", model, "--drafter", drafter, "--temp", "0.8", "--top-k", "20", "-m", "24"]
-    argv += ["--accept", "rejection", "--draft-tokens", "4", "--stats", "json"]
+    argv += ["--accept", "rejection", "--num-draft-tokens", "4", "--stats", "json"]
     first = answer(capsys, *argv)
-    stats = json.loads(first.splitlines()[-1])
+    stats = json.loads(first)
     assert stats["generation_tokens"] == 24
     assert stats["drafted"][0] > 0
-    assert answer(capsys, *argv).rsplit("\n", 2)[0] == first.rsplit("\n", 2)[0]
+    assert json.loads(answer(capsys, *argv))["text"] == stats["text"]
+
+
+def test_xtc_changes_the_answer_and_drafts_do_not(model: str, drafter: str, capsys: Capture) -> None:
+    argv = ["--model", model, "--drafter", drafter, "-m", "24", "--verbose", "F", "--temp", "0.7", "--seed", "2"]
+    xtc = ["--xtc-probability", "0.9", "--xtc-threshold", "0.005", "--num-draft-tokens"]
+    texts = {answer(capsys, *argv, *xtc, depth) for depth in ("0", "3", "7")}
+    assert len(texts) == 1
+    assert texts != {answer(capsys, *argv)}
+
+
+def test_xtc_spares_newlines_and_end_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def spy(engine, tokenizer, prompt, **options):  # type: ignore[no-untyped-def]
+        asked.append(options["xtc_special_tokens"])
+        assert set(options["xtc_special_tokens"]) == {*tokenizer.encode("\n"), *tokenizer.eos_token_ids}
+        yield from ()
+
+    monkeypatch.setattr(COMMAND, "stream_generate", spy)
+    assert main(["--model", model, "--temp", "1", "--xtc-probability", "0.5"]) == 0
+    assert len(asked) == 1 and len(asked[0]) >= 2
 
 
 def test_check_rows_reports(model: str, drafter: str, capsys: Capture) -> None:
-    argv = ["--model", model, "--drafter", drafter, "-m", "24", "--draft-tokens", "5", "--stats", "json"]
+    argv = ["--model", model, "--drafter", drafter, "-m", "24", "--num-draft-tokens", "5", "--stats", "json"]
     assert main([*argv, "--check-rows"]) == 0
     out, err = capsys.readouterr()
-    stats = json.loads(out.splitlines()[-1])
+    stats = json.loads(out)
     assert f"Rows checked: {stats['rounds'] + sum(stats['drafted'])}, " in err
     assert main(argv) == 0
     assert "Rows checked" not in capsys.readouterr().err
@@ -193,7 +265,8 @@ def test_the_chat_template_gets_what_the_flags_say(model: str, monkeypatch: pyte
 def test_flags_reach_the_generation() -> None:
     argv = "-m 7 --stop x y --prefill-step-size 9 --temp 0.5 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 8"
     argv += " --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --accept rejection"
-    argv += ' --draft-tokens 3 --logit-bias {"198":-5}'
+    argv += ' --num-draft-tokens 3 --logit-bias {"198":-5}'
+    argv += " --min-tokens-to-keep 2 --xtc-probability 0.4 --xtc-threshold 0.2"
     assert generation_options(setup_arg_parser().parse_args(argv.split())) == dict(
         max_tokens=7,
         stop=["x", "y"],
@@ -201,6 +274,9 @@ def test_flags_reach_the_generation() -> None:
         temp=0.5,
         top_p=0.9,
         min_p=0.1,
+        min_tokens_to_keep=2,
+        xtc_probability=0.4,
+        xtc_threshold=0.2,
         top_k=5,
         seed=8,
         repetition_penalty=1.1,
@@ -212,6 +288,62 @@ def test_flags_reach_the_generation() -> None:
     )
 
 
+def test_defaults_are_those_of_the_library() -> None:
+    options = generation_options(setup_arg_parser().parse_args([]))
+    fields = {name: getattr(Sampling(), name) for name in options.keys() & vars(Sampling()).keys()}
+    assert fields.items() <= options.items() and len(fields) > 10
+
+
+def test_flags_reach_load(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, object] = {}
+
+    def spy(*names: object, **options: object) -> None:
+        asked.update(options, names=names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMAND, "load", spy)
+    argv = f"--model {model} --drafter eagle --adapter-path {tmp_path} --trust-remote-code --max-kv-size 96"
+    assert main([*argv.split(), "--draft-vocab", "500", "--draft-bits", "4", "--exact", "off"]) == 130
+    assert asked == dict(
+        names=(model, "eagle"),
+        adapter_path=str(tmp_path),
+        trust_remote_code=True,
+        max_cached_tokens=96,
+        draft_vocab=500,
+        draft_bits=4,
+        exact=False,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("default", [None, TEMPLATE])
+def test_the_default_chat_template_of_a_tokenizer(
+    default: str | None, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    prompts: list[str] = []
+
+    def load_with_default(*names: str, **options: object) -> object:
+        engine, tokenizer = load(*names, **options)  # type: ignore[arg-type]
+        tokenizer._tokenizer.default_chat_template = default
+        return engine, tokenizer
+
+    def spy(engine, tokenizer, prompt, **options):  # type: ignore[no-untyped-def]
+        prompts.append(prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
+        yield from ()
+
+    monkeypatch.setattr(COMMAND, "load", load_with_default)
+    monkeypatch.setattr(COMMAND, "stream_generate", spy)
+    argv = ["--model", str(folder), "-p", "hi"]
+    assert main(argv) == 0
+    assert main([*argv, "--use-default-chat-template"]) == (1 if default is None else 0)
+    assert prompts == ["hi"] if default is None else ["hi", "u:hi|a:"]
+    assert ("needs a chat template" in capsys.readouterr().err) == (default is None)
+
+
 # Arguments, and words of the one line on standard error. {model}, {other}: a model, and a drafter of another.
 ERRORS: list[tuple[list[str], list[str]]] = [
     (["--model", "{empty}"], ["{empty}", "no config.json"]),
@@ -221,10 +353,10 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--prompt", ""], ["prompt is empty"]),
     (["--prompt", " \\n"], ["prompt is empty"]),
     (["--prompt", "-"], ["prompt is empty"]),
-    (["--drafter", "{drafter}", "--draft-tokens", "99"], ["99", "at most 7"]),
-    (["--draft-tokens", "3"], ["3", "no drafter"]),
-    (["--draft-tokens", "x"], ["'x'", "auto, adaptive or a number"]),
-    (["--draft-tokens", "-1"], ["'-1'", "auto, adaptive or a number"]),
+    (["--drafter", "{drafter}", "--num-draft-tokens", "99"], ["99", "at most 7"]),
+    (["--num-draft-tokens", "3"], ["3", "no drafter"]),
+    (["--num-draft-tokens", "x"], ["'x'", "auto, adaptive or a number"]),
+    (["--num-draft-tokens", "-1"], ["'-1'", "auto, adaptive or a number"]),
     (["--logit-bias", "{"], ["--logit-bias", "JSON"]),
     (["--logit-bias", "[1]"], ["--logit-bias", "JSON"]),
     (["--logit-bias", '{"a": 1}'], ["--logit-bias", "JSON"]),
@@ -232,7 +364,13 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--chat-template-config", "{"], ["--chat-template-config", "JSON"]),
     (["--chat-template-config", "[]"], ["--chat-template-config", "JSON"]),
     (["--chat-template-config", '{"messages": 1}'], ["chat template"]),
+    (["--ignore-chat-template", "--system-prompt", "s"], ["--system-prompt", "--ignore-chat-template"]),
+    (["--drafter", "none", "--draft-bits", "4"], ["draft_bits", "drafter"]),
+    (["--adapter-path", "{empty}"], ["{empty}", "adapter_config.json"]),
     (["--temp", "-1"], ["temp", "-1.0"]),
+    (["--xtc-probability", "2"], ["xtc_probability", "2.0"]),
+    (["--xtc-threshold", "0.6"], ["xtc_threshold", "0.6"]),
+    (["--min-tokens-to-keep", "0"], ["min_tokens_to_keep", "0"]),
     (["--temp", "nan"], ["temp", "nan"]),
     (["--top-p", "2"], ["top_p", "2.0"]),
     (["--extra-eos-token", "no such token"], ["'no such token'", "no token"]),
@@ -277,7 +415,7 @@ def test_an_unknown_token_is_no_end_token_where_the_tokenizer_has_an_unknown_tok
     assert "'no such token' is no token of this model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--draft-tokens", "x"], ["--temp", "-1"], ["--prompt", ""]])
+@pytest.mark.parametrize("argv", [["--num-draft-tokens", "x"], ["--temp", "-1"], ["--prompt", ""]])
 def test_what_can_be_checked_is_checked_before_a_model_is_loaded(
     argv: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,16 +439,16 @@ def test_an_error_in_a_process_ends_with_1_and_no_traceback(model: str, tmp_path
     assert done.stderr == f"error: {tmp_path} is no model: it has no config.json.\n"
 
 
-def test_importing_the_command_leaves_the_function_of_its_name_callable(model: str) -> None:
-    assert sys.modules["mlx_spec.cli.generate"] is COMMAND
-    engine, tokenizer = load(model)
-    assert mlx_spec.cli.generate(engine, tokenizer, "hello", max_tokens=4) == generate(
-        engine, tokenizer, "hello", max_tokens=4
-    )
+@pytest.mark.parametrize("first", ["import mlx_spec.generate", "import mlx_spec.generate.__main__", "pass"])
+def test_the_function_generate_is_what_the_package_exports(first: str) -> None:
+    """Though a package of that name holds it and the command."""
+    code = f"{first}\nfrom mlx_spec import generate\nprint(type(generate).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("function\n", "")
 
 
 def start(*argv: str) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-m", "mlx_spec.cli.generate", *argv]
+    line = [sys.executable, "-m", "mlx_spec.generate", *argv]
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     return subprocess.Popen(
         line,
@@ -320,9 +458,8 @@ def start(*argv: str) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize("stats", ["text", "json"])
-def test_ctrl_c_in_mid_generation_stops_cleanly(model: str, drafter: str, stats: str) -> None:
-    process = start("--model", model, "--drafter", drafter, "-m", "-1", "--stats", stats)
+def test_ctrl_c_in_a_process_stops_cleanly(model: str, drafter: str) -> None:
+    process = start("--model", model, "--drafter", drafter, "-m", "-1")
     assert process.stdout is not None
     try:
         begun = process.stdout.read(30)
@@ -331,15 +468,44 @@ def test_ctrl_c_in_mid_generation_stops_cleanly(model: str, drafter: str, stats:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert len(begun) == 30
-    assert b"stopped" in err
-    assert b"Traceback" not in err
+    assert len(begun) == 30 and out.endswith(b"\n")
+    assert err.startswith(b"stopped\n\n==========\nPrompt: ")
+
+
+@pytest.mark.parametrize("where", ["in a round", "between rounds"])
+@pytest.mark.parametrize("stats", ["text", "json"])
+def test_ctrl_c_in_mid_generation_gives_the_whole_summary(
+    model: str, drafter: str, stats: str, where: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopping(*args: Any, **options: Any) -> Iterator[GenerationResponse]:
+        rounds = count(1)
+
+        def stop(*_: object) -> None:
+            if where == "in a round" and next(rounds) == 10:
+                raise KeyboardInterrupt
+
+        for response in stream_generate(*args, **{**options, "on_verified": stop}):
+            yield response
+            if where == "between rounds" and response.generation_tokens == 10:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMAND, "stream_generate", stopping)
+    argv = ["--model", model, "--drafter", drafter, "-m", "-1", "--num-draft-tokens", "5", "--stats", stats]
+    assert main(argv) == 130
+    out, err = capsys.readouterr()
     if stats == "json":
-        summary = json.loads(out.splitlines()[-1])
-        assert summary["generation_tokens"] > 20
-        assert summary["finish_reason"] is None
+        summary = json.loads(out)
+        assert err == "stopped\n"
+        assert summary["rounds"] == (9 if where == "in a round" else summary["rounds"])
+        assert summary["generation_tokens"] >= 9 and len(summary["text"]) > 5
+        assert (summary["finish_reason"], summary["depth_reason"]) == (None, "fixed at 5")
     else:
-        assert b"Generation: " in err
+        lines = err.splitlines()
+        assert out.endswith("\n") and len(out) > 5
+        assert lines[:3] == ["stopped", "", "=" * 10]
+        assert [line.split(":")[0] for line in lines[3:6]] == ["Prompt", "Generation", "Rounds"]
+        assert "Draft depth: fixed at 5" in lines
+        assert lines[-1].startswith("Peak memory: ")
 
 
 def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
@@ -356,21 +522,50 @@ def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
     assert b"Traceback" not in err and b"Exception" not in err
 
 
-def test_a_long_prompt_shows_a_bar_that_goes_away(model: str, capsys: Capture) -> None:
-    assert main(["--model", model, "-m", "2", "--prefill-step-size", "8", "-p", "long " * 20]) == 0
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(model: str) -> None:
+    line = [sys.executable, "-m", "mlx_spec.generate", "--model", model, "-m", "4"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The answer cannot be written: ") and done.stderr.count("\n") == 1
+
+
+def test_standard_input_that_is_no_text_is_one_line(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["--model", model, "-p", "-"]) == 1
+    assert capsys.readouterr().err.startswith("error: Standard input is no text in utf-8")
+
+
+def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+
+def test_a_long_prompt_shows_a_bar_on_a_terminal_that_goes_away(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--model", model, "-m", "2", "--prefill-step-size", "8", "-p", "long " * 20]
+    assert main(argv) == 0
+    assert capsys.readouterr().err.startswith("\n=====")
+    pretend_terminal(monkeypatch)
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "reading the prompt" in err
     bar, summary = err.rsplit("\r", 1)
-    assert summary.startswith("=====")
+    assert summary.startswith("\n=====")
     assert "reading" not in out
 
 
-def test_a_short_prompt_shows_no_bar(model: str, capsys: Capture) -> None:
+def test_a_short_prompt_shows_no_bar(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_terminal(monkeypatch)
     assert main(["--model", model, "-m", "2", "-p", "long " * 20]) == 0
     assert "reading the prompt" not in capsys.readouterr().err
 
 
-def test_the_bar_goes_away_when_reading_is_interrupted(capsys: Capture) -> None:
+def test_the_bar_goes_away_when_reading_is_interrupted(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_terminal(monkeypatch)
     with pytest.raises(KeyboardInterrupt), PrefillBar(8) as bar:
         bar.update(0, 100)
         bar.update(8, 100)
@@ -378,6 +573,40 @@ def test_the_bar_goes_away_when_reading_is_interrupted(capsys: Capture) -> None:
     err = capsys.readouterr().err
     assert "reading the prompt" in err
     assert err.rsplit("\r", 2)[-2].strip() == ""
+
+
+def test_a_first_load_shows_on_a_terminal_what_it_does(
+    model: str, drafter: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--model", model, "--drafter", drafter, "-m", "2", "--verbose", "F"]
+    for cache, terminal in (("a", False), ("b", True)):
+        monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / cache))
+        if terminal:
+            pretend_terminal(monkeypatch)
+        assert main(argv) == 0
+        err = capsys.readouterr().err
+        for words in ("Timing passes, once", "Checking rows, once"):
+            assert (words in err) == terminal
+    assert err.rsplit("\r", 2)[-2].strip() == err.rsplit("\r", 2)[-1] == ""
+
+
+@pytest.mark.parametrize("step", ["timing", "checking"])
+def test_ctrl_c_while_a_bar_is_shown_takes_it_away(
+    step: str, model: str, drafter: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path))
+    pretend_terminal(monkeypatch)
+    if step == "timing":
+        monkeypatch.setattr("mlx_spec.measure.costs.timed", lambda *_: fastest({1: interrupt}, progress=True))
+    else:
+        monkeypatch.setattr("mlx_spec.measure.exactness.check_tree", interrupt)
+    assert main(["--model", model, "--drafter", drafter]) == 130
+    err = capsys.readouterr().err
+    assert "once" in err
+    assert err.rsplit("\r", 2)[-2].strip() == "" and err.rsplit("\r", 1)[-1] == "stopped\n"
 
 
 def test_ctrl_c_while_loading_ends_with_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

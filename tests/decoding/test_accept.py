@@ -212,7 +212,7 @@ def first_two(
 
 
 # Where first_two draws: the positions from the anchor on, for every purpose.
-PLACES = [(POSITION + j, purpose) for j in range(4) for purpose in range(4)]
+PLACES = [(POSITION + j, purpose) for j in range(4) for purpose in range(noise.ACCEPT + 1)]
 DRAWS = 8000
 
 

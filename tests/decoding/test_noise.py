@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_spec.decoding import noise
 
-PURPOSES = (noise.TOKEN, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL)
+PURPOSES = (noise.TOKEN, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL, noise.XTC)
 
 
 def test_the_same_inputs_give_the_same_noise() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import apply_min_p, make_logits_processors, make_sampler
 from verified import scores_of
 
 from mlx_spec.decoding.sampling import Sampling
@@ -78,6 +78,67 @@ def test_scores_equal_what_mlx_lm_draws_from(filters: dict[str, Any], monkeypatc
     monkeypatch.setattr("mlx_lm.sample_utils.categorical_sampling", lambda x, temp: seen.append(x * (1 / temp)))
     make_sampler(temp=0.7, **filters)(LOGITS - mx.logsumexp(LOGITS, axis=-1, keepdims=True))
     assert mx.array_equal(scores_of(Sampling(temp=0.7, **filters), LOGITS, [1], NO_DRAFT), seen[0])
+
+
+XTC = {"xtc_probability": 1.0, "xtc_threshold": 0.05}
+
+
+@pytest.mark.parametrize("special", [(), (int(np.argmax(np.array(LOGITS[1]))), 7)])
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8, "min_p": 0.02, "top_k": 7}])
+def test_xtc_excludes_what_mlx_lm_excludes(
+    filters: dict[str, Any], threshold: float, special: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With probability 1 nothing is drawn in either; the order of the filters is its own."""
+    options = {**filters, "xtc_probability": 1.0, "xtc_threshold": threshold}
+    seen = []
+    monkeypatch.setattr("mlx_lm.sample_utils.categorical_sampling", lambda x, temp: seen.append(x * (1 / temp)))
+    sampler = make_sampler(temp=0.7, xtc_special_tokens=list(special), **options)
+    sampler(LOGITS - mx.logsumexp(LOGITS, axis=-1, keepdims=True))
+    got = scores_of(Sampling(temp=0.7, xtc_special_tokens=special, **options), LOGITS, [1], NO_DRAFT)
+    assert mx.array_equal(got, seen[0])
+    assert (got == -math.inf).any() or threshold == 0.5
+
+
+def test_xtc_draws_by_seed_and_position_whatever_else_is_in_the_pass() -> None:
+    sampling = Sampling(temp=1.0, xtc_probability=0.5, xtc_threshold=0.02, seed=3)
+    row = LOGITS[:1]
+
+    def is_cut(seed: int, position: int) -> bool:
+        own = Sampling(temp=1.0, xtc_probability=0.5, xtc_threshold=0.02, seed=seed)
+        return bool((own.filtered(row, [position]) == -math.inf).any())
+
+    alone = [is_cut(3, position) for position in range(200)]
+    together = sampling.filtered(mx.broadcast_to(row, (200, VOCAB)), list(range(200)))
+    assert (together == -math.inf).any(axis=-1).tolist() == alone
+    assert 70 < sum(alone) < 130
+    assert alone != [is_cut(4, position) for position in range(200)]
+    state = [mx.array(part) for part in mx.random.state]
+    is_cut(3, 5)
+    assert all(mx.array_equal(*pair) for pair in zip(state, mx.random.state, strict=True))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.8])
+def test_xtc_comes_as_often_as_asked(probability: float) -> None:
+    sampling = Sampling(temp=1.0, xtc_probability=probability, xtc_threshold=0.02)
+    rows = sampling.filtered(mx.broadcast_to(LOGITS[:1], (1000, VOCAB)), list(range(1000)))
+    assert abs((rows == -math.inf).any(axis=-1).sum().item() / 1000 - probability) < 0.05
+
+
+@pytest.mark.parametrize("keep", [1, 3, VOCAB, 1000])
+def test_min_tokens_to_keep_is_mlx_lms(keep: int) -> None:
+    scores = scores_of(Sampling(temp=1.0, min_p=0.9, min_tokens_to_keep=keep), LOGITS, [1], NO_DRAFT)
+    log_probabilities = LOGITS - mx.logsumexp(LOGITS, axis=-1, keepdims=True)
+    assert mx.array_equal(scores, apply_min_p(log_probabilities, 0.9, min(keep, VOCAB)))
+    assert ((scores > -math.inf).sum(axis=-1) >= min(keep, VOCAB)).all()
+
+
+def test_rows_share_a_call_where_their_filters_are_equal() -> None:
+    base = Sampling(temp=1.0, top_p=0.9)
+    assert base.filters == Sampling(temp=1.0, top_p=0.9, seed=5, logit_bias={3: 1.0}, xtc_threshold=0.3).filters
+    assert base.filters != Sampling(temp=1.0, top_p=0.8).filters
+    assert Sampling(**XTC, seed=1).filters == Sampling(**XTC, seed=1, accept="rejection").filters
+    assert Sampling(**XTC, seed=1).filters != Sampling(**XTC, seed=2).filters
 
 
 def test_top_k_of_the_whole_vocabulary_or_more_keeps_everything() -> None:

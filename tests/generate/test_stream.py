@@ -1,5 +1,7 @@
 """stream_generate and generate: what mlx_lm.generate offers, with the text that plain decoding gives."""
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,9 +16,11 @@ from mlx_lm.sample_utils import make_logits_processors
 from scripted_drafters import ScriptedDrafter, always_right, mixture
 from tiny_folders import write_dflash2, write_model
 
-from mlx_spec import Engine, GenerationResponse, generate, load, stream_generate
+from mlx_spec import Engine, GenerationResponse, Sampling, generate, load, stream_generate
 from mlx_spec.errors import RequestError
+from mlx_spec.generate.stream import NOT_HERE
 
+mlx_lm_module = sys.modules["mlx_lm.generate"]
 PROMPT = "then the other"
 TOKENS = 48
 NEAR_TIE = 0.05  # a few roundings of a bfloat16 logit
@@ -125,19 +129,19 @@ def test_stop_strings_cut_alike_with_and_without_a_drafter(
     stop = plain_text[stop_from : stop_from + 3]
     expected = plain_text[: plain_text.index(stop)]
     options = dict(max_tokens=TOKENS, stop=["never there", stop] if as_list else stop)
-    lanes = {
+    runs = {
         "plain": list(stream_generate(*loaded, PROMPT, num_draft_tokens=0, **options)),
         "dflash2": list(stream_generate(*loaded, PROMPT, **options)),
-        # Everything stands, so that the stop string lies inside a block.
+        # Everything is accepted, so that the stop string lies inside a block.
         "scripted": list(stream_generate(scripted(always_right), loaded[1], PROMPT, **options)),
     }
-    tokens = [r.token for r in lanes["plain"]]
-    for name, responses in lanes.items():
+    tokens = [r.token for r in runs["plain"]]
+    for name, responses in runs.items():
         assert "".join(r.text for r in responses) == expected, name
         assert [r.token for r in responses] == tokens, name
         assert responses[-1].finish_reason == "stop", name
     assert len(tokens) < TOKENS
-    assert lanes["scripted"][-1].statistics.rounds == -(-len(tokens) // 8)
+    assert runs["scripted"][-1].statistics.rounds == -(-len(tokens) // 8)
 
 
 def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: Callable[..., Engine]) -> None:
@@ -160,6 +164,15 @@ def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: 
     "options, words",
     [
         ({"temprature": 1.0}, ["temprature", "temp,"]),
+        ({"sampler": lambda x: x}, ["sampler=", "share its noise", "temp="]),
+        ({"prompt_cache": []}, ["prompt_cache=", "engine.fork"]),
+        ({"draft_model": "other"}, ["draft_model=", "second argument of load"]),
+        ({"kv_bits": 4}, ["kv_bits=", "model's precision"]),
+        ({"max_kv_size": 64}, ["max_kv_size=", "max_cached_tokens="]),
+        ({"temp": "0.7"}, ["cannot be read"]),
+        ({"stop": [5]}, ["stop", "string"]),
+        ({"logit_bias": [[70, 5]]}, ["logit_bias", "token ids to numbers"]),
+        ({"xtc_special_tokens": (5000,)}, ["xtc_special_tokens", "5000", "267"]),
         ({"max_tokens": 0}, ["max_tokens", "0"]),
         ({"temp": -1.0}, ["temp", "-1.0"]),
         ({"num_draft_tokens": 8}, ["num_draft_tokens is 8", "at most 7"]),
@@ -174,6 +187,44 @@ def test_wrong_options_are_refused(loaded: tuple[Engine, Any], options: dict[str
     for word in words:
         assert word in str(error.value)
     assert loaded[0].target.pool.pages_in_use == 0
+
+
+def test_every_argument_of_mlx_lm_is_taken_or_refused_by_name() -> None:
+    theirs = {
+        name
+        for function in (
+            mlx_lm_module.stream_generate,
+            mlx_lm_module.generate_step,
+            mlx_lm_module.speculative_generate_step,
+        )
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    ours = (
+        inspect.signature(stream_generate).parameters.keys()
+        | Sampling.__dataclass_fields__.keys()
+        | NOT_HERE.keys()
+    )
+    assert theirs - ours == {"model", "stream"}
+
+
+def test_none_is_the_default(loaded: tuple[Engine, Any], plain_text: str) -> None:
+    options = dict(
+        temp=None, top_p=None, stop=None, kv_bits=None, prompt_progress_callback=None, logits_processors=None
+    )
+    assert generate(*loaded, PROMPT, max_tokens=TOKENS, **options) == plain_text
+
+
+def test_numbers_may_be_numpys(loaded: tuple[Engine, Any]) -> None:
+    texts = {
+        generate(*loaded, PROMPT, max_tokens=8, temp=0.9, top_k=top_k, seed=seed)
+        for top_k, seed in ((5, 7), (5.0, 7), (np.int64(5), np.int64(7)))
+    }
+    assert len(texts) == 1
+    biased = {
+        generate(*loaded, PROMPT, max_tokens=8, logit_bias={token: 5.0}) for token in (70, "70", np.int64(70))
+    }
+    assert len(biased) == 1
 
 
 @pytest.mark.parametrize("prompt", ["", [], mx.array([], dtype=mx.int32), [5000], [-1]])

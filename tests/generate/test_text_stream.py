@@ -91,7 +91,7 @@ def test_characters_stay_whole_with_the_demo_tokenizer(demo_tokenizer: Any, case
 
 
 def test_every_ascii_character_comes_at_once(byte_tokenizer: Any) -> None:
-    # mlx-lm's detokenizer holds a space until the next token, and takes byte 0 for the letter that stands for it.
+    # mlx-lm's detokenizer holds a space until the next token, and takes byte 0 for its letter.
     for character in (chr(byte) for byte in range(1, 128) if byte != ord(" ")):
         assert stream(byte_tokenizer, token_ids(byte_tokenizer, f"x{character}y"))[0] == ["x", character, "y"]
 

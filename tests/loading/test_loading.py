@@ -1,13 +1,16 @@
 """load(): every name that works, and one sentence for every one that does not."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 from pretended_device import set_on_cpu
 from tiny_drafters import dflash2_config, random_tensors
@@ -17,7 +20,7 @@ from mlx_spec import generate, load
 from mlx_spec.checkpoints import hub
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
-from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading import weights
 from mlx_spec.loading.drafter import drafter_name, load_drafter
 from mlx_spec.target.families import FAMILIES
@@ -122,6 +125,117 @@ def test_max_kv_size_bounds_the_pool(target_folder: Path) -> None:
 def test_tokenizer_config_reaches_the_tokenizer(target_folder: Path) -> None:
     tokenizer = load(str(target_folder), tokenizer_config={"eos_token": "<|pad|>"})[1]
     assert tokenizer.eos_token == "<|pad|>"
+
+
+def with_remote_code(target_folder: Path, folder: Path) -> Path:
+    """Write a model whose tokenizer is Python code in its folder, which leaves a mark when it runs."""
+    config = json.loads((target_folder / "tokenizer_config.json").read_text())
+    config |= {
+        "auto_map": {"AutoTokenizer": ["own_tokenizer.OwnTokenizer", None]},
+        "tokenizer_class": "OwnTokenizer",
+    }
+    copied(target_folder, folder, tokenizer_config__json=json.dumps(config).encode())
+    (folder / "own_tokenizer.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return folder
+
+
+def test_code_of_a_model_runs_only_where_it_is_trusted(
+    target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is asked: a line "y" on standard input is no consent."""
+    folder = with_remote_code(target_folder, tmp_path / "m")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert "trust_remote_code" in refusal(ModelError, str(folder))
+    assert not (folder / "ran").exists()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert type(load(str(folder), trust_remote_code=True)[1]._tokenizer).__name__ == "OwnTokenizer"
+    assert (folder / "ran").exists()
+
+
+def test_an_architecture_that_is_code_of_the_model_never_runs(target_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((target_folder / "config.json").read_text()) | {"model_file": "own.py"}
+    folder = copied(target_folder, tmp_path / "m", config__json=json.dumps(config).encode())
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()")
+    assert "Python code" in refusal(UnsupportedModel, str(folder), trust_remote_code=True)
+    assert not (folder / "ran").exists()
+
+
+def write_adapters(folder: Path, model: nn.Module, kind: str, seed: int = 0) -> Path:
+    """Write random adapters of a model as mlx_lm.lora does; the model has them afterwards."""
+    config = {
+        "fine_tune_type": kind,
+        "num_layers": 2,
+        "lora_parameters": {"rank": 4, "scale": 8.0, "dropout": 0.1},
+    }
+    if kind == "full":
+        model.freeze()
+        model.layers[-1].unfreeze()
+    else:
+        model.freeze()
+        linear_to_lora_layers(model, 2, config["lora_parameters"], use_dora=kind == "dora")
+    mx.random.seed(seed)
+    weights = {
+        name: w + 0.05 * mx.random.normal(w.shape).astype(w.dtype)
+        for name, w in tree_flatten(model.trainable_parameters())
+    }
+    model.update(tree_unflatten([*weights.items()]))
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+def test_adapters_are_merged(kind: str, target_folder: Path, tmp_path: Path) -> None:
+    model = load_model(target_folder)[0]
+    adapters = write_adapters(tmp_path / "adapters", model, kind)
+    (engine, tokenizer), tokens = load(str(target_folder), adapter_path=adapters), mx.array([5, 17, 40, 66])
+    model.eval()
+    expected = model(tokens[None])[0].astype(mx.float32)
+    target = engine.target
+    with_adapters = target.logits(target.forward([(target.open(), tokens)]).hidden).astype(mx.float32)
+    plain = load(str(target_folder))[0].target
+    without = plain.logits(plain.forward([(plain.open(), tokens)]).hidden).astype(mx.float32)
+    scale = mx.abs(expected - without).max()
+    assert scale > 0.3
+    assert mx.abs(expected - with_adapters).max() < 0.1 * scale
+    assert not any("lora" in name for name in parameters(target.model))
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
+def test_layers_with_adapters_are_not_quantised_again(
+    quantized_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantised again they would lose much of what the adapters add."""
+    set_on_cpu(monkeypatch, lambda: False)
+    model = load_model(quantized_folder)[0]
+    adapters = write_adapters(tmp_path / "adapters", model, "lora")
+    engine, tokenizer = load(str(quantized_folder), adapter_path=str(adapters))
+    layers = engine.target.model.model.layers
+    assert "scales" in layers[0].self_attn.q_proj and "scales" not in layers[-1].self_attn.q_proj
+    merged = model.model.layers[-1].mlp.down_proj.fuse(dequantize=True).weight
+    assert mx.array_equal(layers[-1].mlp.down_proj.weight, merged.astype(mx.bfloat16))
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
+def test_adapters_that_do_not_fit_are_refused(target_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no adapter_config.json, which mlx_lm.lora writes"):
+        load(str(target_folder), adapter_path=tmp_path)
+    other = load_model(write_model(tmp_path / "other", intermediate_size=160))[0]
+    adapters = write_adapters(tmp_path / "adapters", other, "lora")
+    with pytest.raises(ModelError, match="adapters in .* cannot be used: .*mlp"):
+        load(str(target_folder), adapter_path=adapters)
+
+
+@pytest.mark.parametrize("options", [{"draft_vocab": 100}, {"draft_bits": 4}])
+def test_settings_of_a_drafter_need_one(options: dict[str, int], target_folder: Path) -> None:
+    with pytest.raises(RequestError, match="settings of a drafter"):
+        load(str(target_folder), **options)
 
 
 def test_an_unsupported_model_is_refused_before_weights_are_read(

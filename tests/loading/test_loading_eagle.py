@@ -46,7 +46,7 @@ def drafter_of(engine: Engine) -> ChainDrafter:
 def test_a_folder_is_known_by_its_config(model: Path, head: Path) -> None:
     engine, tokenizer = load(str(model), str(head))
     assert drafter_of(engine).name == "eagle"
-    assert drafter_of(engine).aux_hidden_states == (1, 1, 0)
+    assert drafter_of(engine).target_layer_ids == (1, 1, 0)
     assert engine.costs is not None and engine.costs.draft_ms(7) > 0
     plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
     for count in (1, 4, "adaptive", None):
@@ -56,12 +56,15 @@ def test_a_folder_is_known_by_its_config(model: Path, head: Path) -> None:
 def test_the_command_takes_one(model: Path, head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", str(model), "-p", "hello", "-m", "8", "--stats", "json"]
     texts = []
-    for more in (["--draft-tokens", "0"], ["--draft-tokens", "3"], ["--draft-tokens", "3", "--draft-bits", "4"]):
+    for more in (
+        ["--num-draft-tokens", "0"],
+        ["--num-draft-tokens", "3"],
+        ["--num-draft-tokens", "3", "--draft-bits", "4"],
+    ):
         assert main([*argv, "--drafter", str(head), *more]) == 0
-        out = capsys.readouterr().out
-        *text, summary = out.splitlines()
-        texts.append("\n".join(text))
-        assert len(json.loads(summary)["drafted"]) == int(more[1])
+        summary = json.loads(capsys.readouterr().out)
+        texts.append(summary["text"])
+        assert len(summary["drafted"]) == int(more[1])
     assert len(set(texts)) == 1
     assert main([*argv, "--drafter", str(head), "--draft-bits", "7"]) == 1
     assert "error: draft_bits takes 2, 3, 4, 5, 6, 8, 16, not 7." in capsys.readouterr().err

@@ -44,7 +44,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     made: list[list[int]] = []
     check = mlx_spec.measure.exactness.check
 
-    def counting(target: Target, counts: list[int]) -> Exactness:
+    def counting(target: Target, counts: list[int], progress: bool = False) -> Exactness:
         made.append(counts)
         return check(target, counts)
 
