@@ -23,7 +23,7 @@ def page_names(pages: list[Path]) -> list[str]:
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
-    """Return (language, text, output) of a page's blocks; the output of Python is a block of text right after it."""
+    """Return (language, text, output) of a page's blocks; the output of Python is a text block right after it."""
     found = list(BLOCK.finditer(page.read_text()))
     after = {match.end(): following for match, following in zip(found, found[1:], strict=False)}
     result = []

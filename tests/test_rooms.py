@@ -19,8 +19,8 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.generate": "best_branch stream text_stream",
     },
     {
-        "mlx_spec.engine": "costs draft_policy drafter_states engine generation request round scheduler statistics "
-        "verify",
+        "mlx_spec.engine": "costs draft_policy drafter_states engine generation request round scheduler "
+        "statistics verify",
     },
     {
         "mlx_spec.decoding": "accept logprobs noise sampling",
@@ -41,8 +41,8 @@ LEVELS: list[dict[str, str]] = [
     {"metal_kernels.checks": "cases self_check timing"},
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
-        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows rope row_products "
-        "row_spans topk_rows",
+        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows rope "
+        "row_products row_spans topk_rows",
     },
     {"metal_kernels.launching": "constants cuda_dialect implementations launch tensor_cores"},
 ]
@@ -61,7 +61,7 @@ def level_of() -> dict[str, int]:
 
 
 def files() -> dict[str, Path]:
-    """Return every module of the packages by its dotted name; ``__init__`` of folders, which re-export, left out."""
+    """Return every module by its dotted name; ``__init__`` of folders, which only re-export, left out."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -87,7 +87,7 @@ def imports(path: Path) -> set[str]:
 
 
 def defined_in(module: str, name: str) -> str:
-    """Return the module that ``from module import name`` reads: ``module``, one in it, or what it re-exports from."""
+    """Return what ``from module import name`` reads: ``module``, a module in it, or where it re-exports from."""
     folder = ROOT / module.replace(".", "/")
     if (folder / f"{name}.py").is_file():
         return f"{module}.{name}"

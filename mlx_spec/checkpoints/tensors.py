@@ -1,5 +1,6 @@
 """Reading a drafter's tensors, and whether they fit its modules."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import DrafterMismatch
+
+INDEX = "model.safetensors.index.json"
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
@@ -31,6 +34,15 @@ def read_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
         except Exception as error:
             raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
     return tensors
+
+
+def read_index(path: Path, name: str) -> dict[str, str]:
+    """Return which file holds each tensor by the index of a checkpoint; empty where there is no index."""
+    try:
+        shards = json.loads(path.read_text())["weight_map"] if path.exists() else {}
+        return {str(tensor): str(file) for tensor, file in shards.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{name}: {path.name} is no index of safetensors files ({error!r}).") from None
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import DEMO, fetch, is_repo, resolve, with_weights
+from mlx_spec.checkpoints.tensors import INDEX, read_index
 from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.kind import KIND as DFLASH2
@@ -14,10 +15,10 @@ from mlx_spec.drafters.eagle.kind import KIND as EAGLE
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
 from mlx_spec.drafters.mtp.kind import KIND as MTP
 from mlx_spec.drafters.mtp.load import no_head
-from mlx_spec.drafters.mtp.source import INDEX, layers_of, read_index
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.loading.weights import on_cpu
 from mlx_spec.target import Target
+from mlx_spec.target.families import num_layers_of
 
 # Asked in this order which of them a checkpoint is.
 KINDS: tuple[Kind, ...] = (MTP, EAGLE, DFLASH2)
@@ -43,7 +44,7 @@ def drafter_name(model: str, drafter: str | None, model_source: DrafterSource) -
     if drafter == AUTO and model == DEMO:
         return (EAGLE if on_cpu() else DFLASH2).name
     if drafter == AUTO:
-        layers = layers_of(model_source.config)
+        layers = num_layers_of(model_source.config)
         return next(
             (kind.name for kind in KINDS if kind.lies_in_model and kind.matches(model_source, layers)), None
         )

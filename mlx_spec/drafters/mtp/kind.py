@@ -6,10 +6,11 @@ from typing import Any
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
 from mlx_spec.drafters.mtp.load import load_mtp, quantization_of
-from mlx_spec.drafters.mtp.source import indexed_files, is_mtp, is_mtp_config, layers_of
+from mlx_spec.drafters.mtp.source import indexed_files, is_mtp, is_mtp_config
 from mlx_spec.drafters.mtp.spec import spec_of
 from mlx_spec.drafters.mtp.wirings import other_wirings
 from mlx_spec.target import Target
+from mlx_spec.target.families import num_layers_of
 
 
 def load(source: DrafterSource, target: Target, options: DrafterOptions) -> ChainDrafter:
@@ -27,7 +28,7 @@ def load(source: DrafterSource, target: Target, options: DrafterOptions) -> Chai
 
 def files(config: Mapping[str, Any], shards: Mapping[str, str], name: str) -> list[str]:
     """Return the shards of a repo that hold the head."""
-    return indexed_files(shards, spec_of(config, name), layers_of(config))
+    return indexed_files(shards, spec_of(config, name), num_layers_of(config))
 
 
 KIND = Kind(

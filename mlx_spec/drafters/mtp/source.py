@@ -1,17 +1,13 @@
 """Where the weights of an MTP head are: among the shards of a model, next to them, or in files of their own."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoints.tensors import read_files
+from mlx_spec.checkpoints.tensors import INDEX, read_files, read_index
 from mlx_spec.drafters.mtp.spec import MTPSpec, spec_of
 from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
-from mlx_spec.errors import DrafterMismatch
-from mlx_spec.target.target import text_config
 
-INDEX = "model.safetensors.index.json"
 SPECULATORS_TYPES = ("mtp", "fast_mtp")
 # Where programs for MLX put the head of a converted model.
 NEXT_TO_SHARDS = ("*.safetensors", "mtp/*.safetensors")
@@ -38,15 +34,6 @@ def head_files(place: Path, spec: MTPSpec, target_layers: int, name: str) -> lis
             if path.name not in shards.values() and holds_head(path, spec, target_layers, name):
                 found.append(path)
     return found
-
-
-def read_index(path: Path, name: str) -> dict[str, str]:
-    """Return which file holds each tensor by the index of a checkpoint; empty where there is no index."""
-    try:
-        shards = json.loads(path.read_text())["weight_map"] if path.exists() else {}
-        return {str(tensor): str(file) for tensor, file in shards.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: {path.name} is no index of safetensors files ({error!r}).") from None
 
 
 def indexed_files(shards: Mapping[str, str], spec: MTPSpec, target_layers: int) -> list[str]:
@@ -83,8 +70,3 @@ def is_mtp_config(config: Mapping[str, Any]) -> bool:
     if str(config.get("model_type")).endswith("_mtp"):
         return True
     return config.get("speculators_model_type") in SPECULATORS_TYPES
-
-
-def layers_of(config: Mapping[str, Any]) -> int:
-    """Return the number of decoder layers that a model's ``config.json`` states, 0 where it states none."""
-    return int(text_config(config).get("num_hidden_layers") or 0)
