@@ -38,9 +38,10 @@ class Sampling:
     accept: "coupled" gives the text that plain decoding with this seed gives; "rejection" accepts more often and
         gives other draws from the same distribution. Greedy requests need neither.
     logit_bias: what to add to the logits of some tokens; minus infinity forbids one.
-    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative ones.
-    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for each
-        time that they occur.
+    repetition_penalty: divides the logits of the last ``repetition_context_size`` tokens, or multiplies negative
+        ones.
+    presence_penalty, frequency_penalty: subtracted from the logits of the tokens in their context, once, or for
+        each time that they occur.
     logits_processors: pure functions, see LogitsProcessor; they come after bias and penalties.
     Raises RequestError for a value that has no meaning.
     """
@@ -83,7 +84,8 @@ class Sampling:
         for token, bias in (self.logit_bias or {}).items():
             if not bias < math.inf:
                 raise RequestError(
-                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, not {bias}."
+                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, "
+                    f"not {bias}."
                 )
         if self.accept not in ("coupled", "rejection"):
             raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
@@ -117,8 +119,8 @@ class Sampling:
         """Apply bias, penalties and the caller's processors to the logits of a round's rows.
 
         logits: [R, V]; row j follows ``history`` (prompt included) and the first j of ``drafts`` [R - 1], or those
-        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would round
-        what is added.
+        on its path through a tree. Returns [R, V], in float32 where there is anything to apply: 16 bits would
+        round what is added.
         """
         if not self.processors:
             return logits

@@ -24,8 +24,9 @@ MARGIN = 0.98
 
 @dataclass(frozen=True)
 class DepthOffer:
-    """Drafts that a sequence has for a pass with others. chances[i]: that the first i + 1 of them are all accepted.
+    """Drafts that a sequence has for a pass with others.
 
+    chances[i]: that the first i + 1 of them are all accepted.
     optional: they take rows only as far as that pays.
     """
 
@@ -49,12 +50,16 @@ class DepthPolicy(Protocol):
         ...
 
     def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
-        """Learn from a round's chain. runner_up: whether the sibling of the rejected draft is accepted, if there is one."""
+        """Learn from a round's chain.
+
+        drafted, accepted: how many tokens of it.
+        runner_up: whether the sibling of the rejected draft is accepted, None where there is no sibling.
+        """
         ...
 
     @property
     def reason(self) -> str:
-        """Say in a few words why the depth is what it is."""
+        """Why the depth is what it is, in a few words."""
         ...
 
 
@@ -95,7 +100,7 @@ class FixedDepth:
         return self.count
 
     def offer(self) -> DepthOffer:
-        """DraftRequest for the fixed depth."""
+        """Ask for the fixed depth."""
         return DepthOffer(likely(self.count))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -129,7 +134,7 @@ class Adaptive:
         return self.count
 
     def offer(self) -> DepthOffer:
-        """DraftRequest for the depth of the next round."""
+        """Ask for the depth of the next round."""
         return DepthOffer(likely(self.count))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -137,7 +142,7 @@ class Adaptive:
         return (0,) * depth
 
     def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
-        """Grow or shrink, between one and the most; a round cut short by its end says nothing."""
+        """Grow or shrink, between one and the most; a round cut short by its end teaches nothing."""
         if drafted == self.count:
             step = (accepted == drafted) - (accepted == 0)
             self.count = max(1, min(self.count + step, self.max_depth))
@@ -186,7 +191,7 @@ class CostAware:
         return self._best_draft() if self._probes_now() else 0
 
     def offer(self) -> DepthOffer:
-        """DepthOffer every depth, or ask for a probe of drafting when there were no rows for it for long."""
+        """Offer every depth, or ask for a probe of drafting when there were no rows for it for long."""
         chances = tuple(self._reached(self.max_depth))
         return (
             DepthOffer(chances[: self._best_draft()]) if self._probes_now() else DepthOffer(chances, optional=True)

@@ -63,9 +63,11 @@ class Snapshot:
 class VerifiedPass:
     """A pass that the host has waited for.
 
-    passed: its rows. indices: the number of each generation in it. parts: what it says of their drafts.
-    is_timed: the device was awaited before the pass, too. draft_seconds, seconds: what the host waited for drafts,
-    where it did, and for the pass.
+    passed: its rows.
+    indices: the number of each generation in it.
+    parts: how it judged their drafts.
+    is_timed: the device was awaited before the pass, too.
+    draft_seconds, seconds: what the host waited for drafts, where it did, and for the pass.
     """
 
     passed: Pass
@@ -80,9 +82,11 @@ class VerifiedPass:
 class Accepted:
     """What a generation gets of a pass.
 
-    path: the rows that emit tokens. tokens: what is emitted, up to the end of the text.
+    path: the rows that emit tokens.
+    tokens: what is emitted, up to the end of the text.
     finish_reason: why the text ends with these tokens, if it does.
-    rows: the rows that become part of the sequence. logprobs: of each token, where they are asked for.
+    rows: the rows that become part of the sequence.
+    logprobs: of each token, where they are asked for.
     """
 
     drafted: Drafted

@@ -1,4 +1,4 @@
-"""What a pass says of the drafts of all its generations, lazily: nothing here waits for the device."""
+"""How a pass judges the drafts of all its generations, lazily: nothing here waits for the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a pass says of a generation's part, not yet read by the host.
+    """How a pass judged a generation's part, not yet read by the host.
 
     logits: [k + 1, V], as the target gives them.
     outcome: int32, see ``AcceptRule.accept``.
@@ -110,8 +110,8 @@ class Rows:
         """
         if self.scores is self.logits:
             return self.finite
-        has_choice = mx.isfinite(mx.max(self.scores, axis=-1)) & ~mx.any(mx.isnan(self.scores), axis=-1)
-        return self.finite & has_choice
+        # Of nothing but minus infinity it is minus infinity, and NaN and infinity spread to it.
+        return self.finite & mx.isfinite(mx.logsumexp(self.scores, axis=-1))
 
 
 def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, errors: Errors) -> list[Verified]:
@@ -157,7 +157,7 @@ def filtered(every: Sequence[Rows], whole: mx.array | None) -> list[Rows]:
 
 
 def argmax_choices(every: Sequence[Rows], whole: mx.array | None) -> dict[Generation, mx.array]:
-    """Return what the target says in each row, int32 [k + 1], for all rules that take the largest entry.
+    """Return the target's own token of each row, int32 [k + 1], for all rules that take the largest entry.
 
     whole: [R, V], where it holds the rows of all.
     """
@@ -208,8 +208,8 @@ def split(parts: Sequence[Drafted], of_rows: mx.array) -> list[mx.array]:
 def read_outcome(verified: Verified) -> tuple[list[int], tuple[int, ...]]:
     """Read back what a generation's rows emit, and the row that emits each of these tokens.
 
-    Raises DrafterFailure where the draft pass produced NaN or infinity, NonFiniteError where the target did, or where
-    bias and processors leave no token.
+    Raises DrafterFailure where the draft pass produced NaN or infinity, NonFiniteError where the target did, or
+    where bias and processors leave no token.
     """
     draft, generation = verified.drafted.draft, verified.drafted.generation
     values = [int(v) for v in np.array(verified.outcome)]
@@ -228,8 +228,8 @@ def no_token(verified: Verified, path: Sequence[int], position: int) -> NonFinit
     """Return the error of rows from which no token can be taken."""
     if mx.all(mx.isfinite(verified.logits[mx.array(list(path))])):
         return NonFiniteError(
-            f"Bias, penalties and logits processors leave no token to choose after position {position}: every score "
-            "is minus infinity, or one is NaN or infinity. Allow at least one token."
+            f"Bias, penalties and logits processors leave no token to choose after position {position}: every "
+            "score is minus infinity, or one is NaN or infinity. Allow at least one token."
         )
     return NonFiniteError(
         f"The target logits at position {position} hold NaN or infinity, so no token can be taken from them. "

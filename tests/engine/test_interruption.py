@@ -1,4 +1,4 @@
-"""A round that is interrupted anywhere, by Ctrl-C say, siblings a generation as it was, to go on to its text."""
+"""A round that is interrupted anywhere, by Ctrl-C for example, keeps the generation as it was, to go on."""
 
 import sys
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def windowed_eagle(folder: Path) -> Engine:
 def test_a_round_may_be_interrupted_at_any_line(
     make: Callable[[Path], Engine], sampling: Sampling, siblings: int, is_trained: bool, tmp_path: Path
 ) -> None:
-    """The first round behind a prompt, whose rows begin a page, and the next, whose page a fork shares.
+    """The first round after a prompt, whose rows begin a page, and the next, whose page a fork shares.
 
     Rounds are not only right afterwards: they accept what they would have accepted.
     """
