@@ -35,5 +35,5 @@ def written_rows(drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch) -> li
         counts.append(features.shape[0])
         return compute(features, positions)
 
-    monkeypatch.setattr(drafter.writer, "rows", counted)
+    monkeypatch.setattr(drafter.writer, "project", counted)
     return counts

@@ -18,7 +18,7 @@ PROBE_ROUNDS = 2
 PRIOR, RUNNER_UP = 0.75, 0.25
 # Evidence on a runner-up that is not verified fades by this factor, so that it is tried again.
 FORGET = 0.98
-# Drafting must promise this much less time a token than plain decoding, or it stays paused; siblings than none.
+# Drafting must promise this much less time a token than plain decoding, or it is paused; siblings less than none.
 MARGIN = 0.98
 
 
@@ -71,9 +71,12 @@ def policy_for(
     *,
     takes_trees: bool,
 ) -> DepthPolicy:
-    """Return the policy of a request, see there, for a drafter of up to ``max_draft`` tokens, 0 for none.
+    """Return the policy of a request.
 
-    takes_trees: of the target, see there.
+    num_draft_tokens, num_sibling_drafts: see Request.
+    max_draft: the most tokens of the drafter's drafts, 0 without a drafter.
+    costs: of passes on this machine, where they are known.
+    takes_trees: whether the target verifies trees.
     """
     if num_draft_tokens == "adaptive":
         return Adaptive(max_draft) if max_draft else FixedDepth(0)
@@ -159,8 +162,11 @@ class CostAware:
 
     It begins with weak confidence at the drafter's usual level and pauses drafting when plain decoding is cheaper;
     paused, it probes after 8 rounds, then 16, up to 256, and from 8 on after a probe that was fully accepted.
-    Where it ``may_branch``, it adds a sibling to each draft for which that is cheaper still.
 
+    costs: of passes on this machine.
+    max_depth: the most tokens of a draft.
+    prior: the acceptance that it begins with.
+    may_branch: it adds a sibling to each draft for which that is cheaper still.
     reach[i]: decayed (tries, successes) of drafts at position i + 1 whose predecessors were all accepted.
     runners_up[i]: decayed (tries, successes) of siblings at position i + 1, where the draft itself was rejected.
     """

@@ -112,8 +112,10 @@ def run_round(
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
 
-    answering: full logits have the last word, see ``Engine.answer_step``.
+    target, states: what runs, and what the drafter remembers.
+    shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
+    answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
     drafted = draft(states, shares, errors)

@@ -18,7 +18,11 @@ from mlx_spec.target import CachedSequence, reserve_positions
 
 @dataclass(frozen=True)
 class Share:
-    """What a generation gets of a pass: tokens to draft, and the rows that it may have, the anchor's included."""
+    """What a generation gets of a pass.
+
+    depth: tokens to draft.
+    max_rows: the rows that it may have, the anchor's included.
+    """
 
     generation: Generation
     depth: int

@@ -87,7 +87,8 @@ class Verified:
 class Rows:
     """The rows of one generation on their way from logits to a choice.
 
-    logits: [k + 1, V], the target's. finite: bool [k + 1], whether they are.
+    logits: [k + 1, V], the target's.
+    finite: bool [k + 1], whether they are.
     processed, scores: [k + 1, V], see Sampling.
     """
 
@@ -115,11 +116,14 @@ class Rows:
 
 
 def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, errors: Errors) -> list[Verified]:
-    """Judge the drafts of all generations by the logits [R, V] of a pass, one generation's rows after another's.
+    """Judge the drafts of all generations by the logits of a pass.
 
-    answering: full logits have the last word, see ``Engine.answer_step``. What goes wrong with one of them is
-    added to ``errors``. Operations on whole vocabularies run over the rows of all at once, where these are treated
-    alike.
+    Operations on whole vocabularies run over the rows of all at once, where these are treated alike.
+
+    parts: of the generations, in the order of their rows.
+    logits: [R, V].
+    answering: full logits have the last word, see ``Engine.answer_step``.
+    errors: what goes wrong with a generation alone is added.
     """
     own, finite = split(parts, logits), split(parts, mx.all(mx.isfinite(logits), axis=-1))
     begun = [Rows(*each, each[1], each[1]) for each in zip(parts, own, finite, strict=True)]

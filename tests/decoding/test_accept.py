@@ -127,7 +127,7 @@ def distribution(sampling: Sampling) -> np.ndarray:
 
 @pytest.mark.parametrize("sampling", [Sampling(temp=0.8), Sampling(temp=1.3, top_k=5, min_p=0.05)])
 def test_coupled_draws_follow_the_target(sampling: Sampling) -> None:
-    scores, draws = scores_after(sampling, mx.array([ANCHOR])), 4000
+    scores, draws = scores_after(sampling, mx.array([ANCHOR])), 2000
     drawn = mx.stack(
         [judge(Coupled(s, sampling.temp, VOCAB), nothing(), scores, POSITION).following for s in range(draws)]
     )
@@ -136,7 +136,7 @@ def test_coupled_draws_follow_the_target(sampling: Sampling) -> None:
 
 
 def test_coupled_draws_of_neighbouring_positions_are_independent() -> None:
-    sampling, draws = Sampling(temp=1.0), 4000
+    sampling, draws = Sampling(temp=1.0), 2000
     scores = scores_after(sampling, mx.array([ANCHOR, ANCHOR]))
     pairs = []
     for seed in range(draws):
@@ -265,7 +265,7 @@ def test_all_seeds_at_once_give_what_each_seed_gives(monkeypatch: pytest.MonkeyP
     sampling = FILTERS["top_p"]
     case = (2, *candidates_of("partly overlapping", sampling))
     at_once = first_two_of_all_seeds(monkeypatch, sampling, *case)
-    for seed in range(100):
+    for seed in range(25):
         alone = [part.item() for part in first_two(sampling, seed, *case)]
         assert alone == [part[seed] for part in at_once]
 

@@ -281,7 +281,7 @@ def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
 def test_more_sequences_than_rows_take_turns() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(40)]
+    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(20)]
     for rounds in range(1, 6):
         emitted = [bool(done.tokens) for done in engine.step(generations)]
         assert sum(emitted) == 16
@@ -290,6 +290,18 @@ def test_more_sequences_than_rows_take_turns() -> None:
     finish(engine, generations)
     for token, generation in enumerate(generations):
         assert generation.tokens == alone("llama", (token,), 0, 0)
+        engine.close(generation)
+
+
+def test_a_fork_waits_for_its_turn_as_its_generation_does() -> None:
+    target = target_of("llama")
+    engine = Engine(target)
+    generations = [engine.start(Request([token], 3)) for token in range(17)]
+    engine.step(generations)
+    generations.append(engine.fork(generations[15]))
+    emitted = [bool(done.tokens) for done in engine.step(generations)]
+    assert emitted == [True] * 15 + [False, True, False]
+    for generation in generations:
         engine.close(generation)
 
 

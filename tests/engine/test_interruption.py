@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 from scripted_drafters import plain, run
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
-from tiny_heads import head_tensors, write_layout
 from tiny_models import tiny_target
 
 import mlx_spec
 from mlx_spec import load
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
 
 # All that changes anything; the rest builds graphs.
@@ -71,12 +68,6 @@ class Interrupt:
         return self._line
 
 
-def untrained(family: str, folder: Path) -> Engine:
-    target = tiny_target(family)
-    write_layout(folder, "sidecar", family, head_tensors(family, dtype=mx.bfloat16))
-    return Engine(target, load_mtp(folder, target, "tiny head"))
-
-
 def trained(target: str, head: str | None = None) -> Engine:
     """A target whose head drafts right about half of the time."""
     with pytest.MonkeyPatch.context() as patch:
@@ -109,12 +100,11 @@ def windowed_eagle(folder: Path) -> Engine:
 @pytest.mark.parametrize(
     ("make", "sampling", "siblings", "is_trained"),
     [
-        (partial(untrained, "llama"), Sampling(), 0, False),
         (lambda folder: trained("tiny_hybrid"), Sampling(temp=0.8, seed=5), 0, True),
         (windowed_eagle, Sampling(), 0, False),
         (lambda folder: trained("tiny_pair/target", "tiny_pair/head"), Sampling(temp=0.8, seed=9), 6, True),
     ],
-    ids=["llama", "hybrid", "windowed EAGLE", "trees"],
+    ids=["hybrid", "windowed EAGLE", "trees"],
 )
 def test_a_round_may_be_interrupted_at_any_line(
     make: Callable[[Path], Engine], sampling: Sampling, siblings: int, is_trained: bool, tmp_path: Path

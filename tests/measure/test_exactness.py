@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from emulator import launcher
 from tiny_folders import write_dflash2, write_model
-from tiny_models import tiny_target
+from tiny_models import CONFIGS, tiny_target
 
 import mlx_spec.measure.exactness
 from metal_kernels.launching.implementations import VARIABLE, implementation, using
@@ -108,8 +108,9 @@ def test_what_differs_is_named_and_kept(uneven: None, checks: list[list[int]]) -
     assert len(checks) == 1
 
 
-def test_a_kernel_whose_rows_depend_on_each_other_is_found() -> None:
-    """One bit of one row of a projection, in passes of 8 rows."""
+def test_a_kernel_whose_rows_depend_on_each_other_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one row of a projection, in passes of 8 rows. The emulator is slow: one layer."""
+    monkeypatch.setitem(CONFIGS, "llama", dict(CONFIGS["llama"], num_hidden_layers=1))
 
     def faulty(kernel: Kernel) -> Launcher:
         def launch(**settings: Any) -> list[mx.array]:
@@ -131,7 +132,7 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [None, 5, [], {}, {"exact": True}, {"exact": "yes", "reason": ""}, {"exact": True, "reason": None}]
+    "entry", [None, {"exact": True}, {"exact": "yes", "reason": ""}, {"exact": True, "reason": None}]
 )
 def test_a_damaged_entry_is_checked_again(
     target: Target, cache: Path, checks: list[list[int]], entry: object
