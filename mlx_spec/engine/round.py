@@ -212,17 +212,17 @@ def commit(
     target.commit_all([(each.generation.sequence, each.rows) for each in accepted])
     states.extend([(each.generation, each.rows, each.token_ids) for each in accepted])
     seconds = time.perf_counter() - started
-    return {each.generation: emit(each, seconds, states.drafter is None) for each in accepted}
+    return {each.generation: emit(each, seconds) for each in accepted}
 
 
-def emit(accepted: Accepted, seconds: float, is_plain: bool) -> Round:
+def emit(accepted: Accepted, seconds: float) -> Round:
     """Append committed tokens to their generation, count them, and let its policy learn."""
     generation, tree = accepted.generation, accepted.drafted.tree
     generation.tokens.extend(accepted.tokens)
     generation.finish_reason = accepted.finish_reason
     from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
     drafted = len(tree.chain) - 1
-    if accepted.drafted.was_known or is_plain:
+    if accepted.drafted.was_known:
         generation.policy.update(drafted, along_chain, tree.runner_up(accepted.path))
     generation.statistics.count_round(
         drafted=drafted,

@@ -297,6 +297,15 @@ def test_rejection_keeps_the_joint_distribution_of_two_tokens(
         assert overlap < 0.05 if kind == "disjoint" else 0.1 < overlap < 0.9
 
 
+def test_rejection_draws_from_the_distribution_that_it_returns() -> None:
+    """Of 16-bit scores, too: both sides compute in float32."""
+    rule, ids, scores = Rejection(5, 0.7), mx.arange(VOCAB), DRAFT[ANCHOR].astype(mx.bfloat16)
+    exact = scores.astype(mx.float32)
+    assert mx.array_equal(rule.rank_candidates(3, ids, scores), rule.rank_candidates(3, ids, exact))
+    returned = [rule.sample_draft(3, ids, each)[1] for each in (scores, exact)]
+    assert returned[0] is not None and returned[1] is not None and mx.array_equal(*returned)
+
+
 def test_rejection_accepts_nothing_that_was_not_drawn_from_a_distribution() -> None:
     """Drafts without probabilities cannot be judged, so the target's own token is drawn."""
     scores = scores_after(Sampling(temp=1.0), mx.array([ANCHOR, 1, 2]))

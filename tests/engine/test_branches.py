@@ -28,6 +28,7 @@ from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request, Round
 from mlx_spec.engine.costs import Costs
+from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
 
@@ -305,18 +306,26 @@ def test_a_fork_waits_for_its_turn_as_its_generation_does() -> None:
         engine.close(generation)
 
 
-def test_the_drafter_forgets_what_was_not_used_for_longest() -> None:
-    """A forgotten generation drafts nothing for one round, which shows the drafter where to begin."""
+def test_the_drafter_forgets_what_was_not_used_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten generation drafts nothing for one round, which shows the drafter where to begin.
+
+    From that round its policy learns nothing.
+    """
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target), max_drafter_states=16)
     generations = [engine.start(Request([token], NEW_TOKENS, 2)) for token in range(18)]
     assert [generation.drafter_state is None for generation in generations] == [True] * 2 + [False] * 16
+    # It is used, so another one is the next to be forgotten.
+    engine.step(generations[2])
+    updates: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(FixedDepth, "update", lambda policy, *learned: updates.append(learned))
     engine.step(generations[0])
     assert generations[0].statistics.undrafted_rounds == 1
     assert generations[0].drafter_state.position == 1
-    assert generations[2].drafter_state is None
+    assert updates == [] and generations[2].drafter_state is not None and generations[3].drafter_state is None
     engine.step(generations[0])
     assert generations[0].statistics.drafted == [1, 1]
+    assert [drafted for drafted, _, _ in updates] == [2]
     with pytest.raises(RequestError, match="max_drafter_states must be at least 16, not 3"):
         Engine(target, BranchDrafter(target), max_drafter_states=3)
     for generation in generations:
@@ -336,11 +345,20 @@ def test_a_fork_goes_on_after_the_end_of_a_finished_generation() -> None:
     engine.close(longer)
 
 
-def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft(tmp_path: Path) -> None:
+def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = target_of("llama"), drafter_of("dflash2", "llama", tmp_path)
-    engine = Engine(target, drafter)
+    engine, forward, wanted = Engine(target, drafter), target.forward, list[tuple[int, ...]]()
+
+    def noted(batch: Any, target_layer_ids: Any = (), *more: Any) -> Any:
+        wanted.append(tuple(target_layer_ids))
+        return forward(batch, target_layer_ids, *more)
+
+    monkeypatch.setattr(target, "forward", noted)
     plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
     engine.step(plainly)
+    assert set(wanted) == {()}
     assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
     drafted = engine.fork(plainly, num_draft_tokens=3)
     engine.step([plainly, drafted])

@@ -166,13 +166,18 @@ def test_a_paused_drafter_comes_back_when_its_drafts_are_accepted_again() -> Non
 FLAT = Costs({1: 10.0, 16: 10.5}, {1: 3.0, 7: 12.0})
 
 
-def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int]:
-    """The cheapest number of siblings at a depth, from the definition, and what a token costs with it."""
+def sibling_gains(policy: CostAware, depth: int) -> list[float]:
+    """The tokens that a sibling of each draft adds: it is accepted where the draft, of all so far, is not."""
     firsts = [successes / tries for tries, successes in policy.reach]
     seconds = [successes / tries for tries, successes in policy.runners_up]
+    return [float(np.prod(firsts[:i])) * (1 - firsts[i]) * seconds[i] for i in range(depth)]
+
+
+def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int]:
+    """The cheapest number of siblings at a depth, from the definition, and what a token costs with it."""
+    firsts, gains = [successes / tries for tries, successes in policy.reach], sibling_gains(policy, depth)
     found = []
     for siblings in range(min(depth, 15 - depth) + 1):
-        gains = [np.prod(firsts[:i]) * (1 - firsts[i]) * seconds[i] for i in range(depth)]
         tokens = 1 + sum(np.prod(firsts[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - siblings :])
         found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + siblings)) / tokens, siblings))
     return min(found) if min(found)[0] < MARGIN * found[0][0] else found[0]
@@ -192,6 +197,9 @@ def test_depth_and_siblings_are_the_cheapest_by_brute_force() -> None:
             if brute_force(policy, costs, best)[0] < MARGIN * 10.0:
                 assert (depth, sum(siblings)) == (best, brute_force(policy, costs, best)[1])
                 assert len(siblings) == depth and set(siblings) <= {0, 1}
+                gains = sibling_gains(policy, depth)
+                chosen_gains = [gain for gain, count in zip(gains, siblings, strict=True) if count]
+                assert sorted(chosen_gains) == sorted(gains)[depth - len(chosen_gains) :]
             chosen.add((depth, sum(siblings)))
             accepted = min(int((random.random(8) < rate).argmin()), depth)
             policy.update(
@@ -231,6 +239,13 @@ def test_a_runner_up_that_is_never_accepted_is_left_out_and_probed_again() -> No
         rarely.update(1, 0, False if probes[-1] else None)
         rarely.update(1, 1, None)
     assert probes[0] == 1 and 0 < sum(probes[20:]) < 80
+
+
+def test_a_tree_never_has_more_rows_than_a_pass() -> None:
+    """Of a drafter of 15 tokens, however cheap rows are."""
+    policy = CostAware(Costs({1: 10.0, 16: 10.01}, {1: 0.1, 15: 0.2}), 15, prior=0.9, may_branch=True)
+    numbers = [sum(policy.siblings(depth)) for depth in range(1, 16)]
+    assert max(numbers) > 4 and all(depth + number <= 15 for depth, number in enumerate(numbers, 1))
 
 
 def test_without_leave_to_branch_everything_is_a_chain() -> None:

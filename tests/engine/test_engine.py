@@ -211,6 +211,24 @@ def test_the_room_of_a_sequence_is_what_can_be_appended(length: int, forks: int)
     assert len(others) == forks
 
 
+def test_a_drafter_that_drafts_more_than_there_is_room_for_is_refused() -> None:
+    """Five positions are free, so four drafts fit beside the anchor."""
+
+    class TooMany(ScriptedDrafter):
+        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
+            counts.append(count)
+            return super().draft(state, anchor, 7, choose)
+
+    on, counts = tiny_target("llama", max_cached_tokens=32), list[int]()
+    text = long_text().text
+    engine = Engine(on, TooMany(on, text, always_right))
+    generation = engine.start(Request(text[:28], 20))
+    with pytest.raises(RequestError, match="proposed 7 tokens, but beside the anchor this pass has 4 rows"):
+        engine.step(generation)
+    assert counts == [4] and generation.tokens == text[:28]
+    engine.close(generation)
+
+
 def test_a_prompt_beyond_the_pool_keeps_no_page() -> None:
     on = tiny_target("llama", max_cached_tokens=64)
     with pytest.raises(ContextFull, match="KV pages"):
@@ -591,10 +609,19 @@ def test_a_drafter_draws_with_the_rule_of_the_request() -> None:
     assert drawn[-1].shape == (4, 4)
 
 
-@pytest.mark.parametrize("script", [always_right, right_then_wrong(2), mixture(5)])
-def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script: Any) -> None:
+@pytest.mark.parametrize(
+    ("script", "sampling"),
+    [
+        (always_right, Sampling()),
+        (right_then_wrong(2), Sampling()),
+        (mixture(5), Sampling(repetition_penalty=1.5, logit_bias={3: 4.0, 50: 6.0})),
+    ],
+)
+def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script: Any, sampling: Sampling) -> None:
+    text = plain(target(), Request(PROMPT, 60, sampling=sampling)).text
+
     def answer(engine: Engine, depth: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        generation, found = engine.start(Request(PROMPT, 20, depth, top_logprobs=3)), []
+        generation, found = engine.start(Request(PROMPT, 20, depth, sampling, top_logprobs=3)), []
         while generation.finish_reason is None:
             done = engine.answer_step(generation)
             assert len(done.tokens) == len(done.logprobs)
@@ -602,9 +629,9 @@ def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script:
         engine.close(generation)
         return found
 
-    drafted, alone = answer(scripted(script=script), 7), answer(Engine(target()), 0)
-    assert drafted == alone
-    assert [token for token, _, _ in drafted] == long_text().text[len(PROMPT) : len(PROMPT) + 20]
+    drafted = answer(Engine(target(), ScriptedDrafter(target(), text, script)), 7)
+    assert drafted == answer(Engine(target()), 0)
+    assert [token for token, _, _ in drafted] == text[len(PROMPT) : len(PROMPT) + 20]
 
 
 @pytest.mark.parametrize("row", [0, 2, 7])

@@ -13,8 +13,10 @@ from scripted_drafters import plain, run
 from tiny_models import tiny_target
 
 from mlx_spec.decoding import noise
+from mlx_spec.decoding.accept import Greedy
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.base import Draft, SampleDraft, stack_drawn
+from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.costs import Costs
 from mlx_spec.errors import NonFiniteError, RequestError
@@ -131,6 +133,17 @@ def test_siblings_come_next_in_the_order_in_which_the_draft_came_first(
             drafted += [ids[place] for place in np.argsort(-values)]
         assert passes[rows][1:] == [first[0], second[0], *first[1:4], *second[1:3]]
     engine.close(generation)
+
+
+def test_siblings_of_equal_candidates_do_not_repeat_the_draft() -> None:
+    """Equal values have no order of their own, and a drafter may have drawn any of them."""
+    ids, scores = mx.array([[4, 5, 6, 7]] * 4, dtype=mx.int32), mx.zeros((4, 4))
+    chain = Draft(mx.array([4, 5, 6, 7], dtype=mx.int32), ids, scores=scores)
+    tree = with_siblings(chain, (3, 3, 3, 3), Greedy().rank_candidates, 0)
+    tokens = tree.tokens.tolist()
+    assert [sorted([token, *tokens[4 + 3 * i : 7 + 3 * i]]) for i, token in enumerate(tokens[:4])] == ids.tolist()
+    # A tree of the drafter's own stays as it is.
+    assert with_siblings(tree, (1, 1, 1, 1), Greedy().rank_candidates, 0) is tree
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[:2], ids=["greedy", "coupled"])
