@@ -16,7 +16,7 @@ LEAD = 1000.0
 
 @dataclass
 class BranchState:
-    """Where the next committed row stands, and the text (prompt included) that drafts are right about, if any."""
+    """The position of the next committed row, and the text (prompt included) that drafts follow, if any."""
 
     position: int
     text: Sequence[int] = ()
@@ -29,7 +29,7 @@ class BranchState:
 
 
 class BranchDrafter:
-    """Drafts the text of a state where a lot falls that way, and another token elsewhere.
+    """Drafts the text of a state where a lot decides so, and another token elsewhere.
 
     Set ``generation.drafter_state.text`` when the text is known. It asserts that committed rows come without gap.
     """
@@ -76,6 +76,6 @@ class BranchDrafter:
         return state.position
 
     def know(self, generation: Any, text: Sequence[int]) -> None:
-        """Tell a generation's state the text, where it has a state."""
+        """Give a generation's state the text, where it has a state."""
         if generation.drafter_state is not None:
             generation.drafter_state.text = text

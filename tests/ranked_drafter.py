@@ -9,7 +9,7 @@ from mlx_spec.drafters.base import Draft, SampleDraft
 from mlx_spec.target import Target
 
 Ranks = Callable[[int, int, int], int | None]
-"""Where the right token stands: (number of the proposal, index in its block, absolute position) to its rank.
+"""The rank of the right token: (number of the proposal, index in its block, absolute position) to it.
 
 0 is the token that is drafted, 1 the first sibling beside it; None is nowhere."""
 

@@ -61,11 +61,11 @@ class ScriptedState:
 
 
 class ScriptedDrafter:
-    """Drafts ``text`` (prompt included) where ``script`` says right, and another token where it says wrong.
+    """Drafts ``text`` (prompt included) where ``script`` is true, and another token where it is false.
 
     It asserts what the engine owes a drafter: committed rows come in order without gap or overlap and are the
-    text, target_layer_ids have their shape, the anchor is the text's next token and the depth is in range. Behind the end of
-    ``text`` it drafts token 0.
+    text, hidden states have their shape, the anchor is the text's next token and the depth is in range. After the
+    end of ``text`` it drafts token 0.
     """
 
     name = "scripted"

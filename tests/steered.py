@@ -18,7 +18,7 @@ from mlx_spec.target import Target
 
 
 class Steered:
-    """A drafter whose chain is led along a known text where the script says right, and off it elsewhere."""
+    """A drafter whose chain is led along a known text where the script is true, and off it elsewhere."""
 
     name = "steered"
 
@@ -34,7 +34,7 @@ class Steered:
         )
 
     def led(self, state: ChainState) -> SampleDraft:
-        """Draw what the script says."""
+        """Draw what the script asks for."""
         self.proposals += 1
 
         def led(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:

@@ -1,6 +1,6 @@
-"""The law for trees: whatever stands beside a chain, every token and every number is that of plain decoding.
+"""Lossless trees: whatever is verified beside a chain, every token and every number is that of plain decoding.
 
-bfloat16 targets, see test_law. Families with recurrent layers take no trees.
+bfloat16 targets, see test_lossless. Families with recurrent layers take no trees.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from mlx_spec.target import Target
 
 FAMILIES = [family for family in CONFIGS if family not in HYBRIDS]
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, 90, 110)]
-# The text crosses a page of 32 and siblings the windows of 24 and 40.
+# The text crosses a page of 32 and goes beyond the windows of 24 and 40.
 PROMPT, NEW_TOKENS = TOKENS[:27], 20
 
 
@@ -50,7 +50,7 @@ SAMPLERS = {
     "coupled": Sampling(temp=0.8, seed=5),
     "coupled, penalties": Sampling(temp=0.8, seed=7, top_k=24, repetition_penalty=1.3, logit_bias={3: 4.0}),
     "coupled, processor": Sampling(temp=0.7, seed=8, logits_processors=(even_tokens_cost_more,)),
-    # top_k 1 siblings one token to draw, so even rejection must give the plain text.
+    # top_k 1 leaves one token to draw, so even rejection must give the plain text.
     "rejection, one token left": Sampling(temp=0.8, seed=9, top_k=1, accept="rejection"),
 }
 # Drafts and siblings.
@@ -58,7 +58,7 @@ SHAPES = [(3, 3), (1, 14), (7, 8), (2, 5), (5, 1), (7, 7), (1, 1)]
 
 
 def lots(seed: int) -> Ranks:
-    """The right token is drafted in half of the cases, and stands somewhere else, or nowhere, in the others."""
+    """The right token is drafted in half of the cases, and is another candidate, or none, in the others."""
     ranks = [0, 0, 0, 0, 1, 1, 2, None]
     return lambda proposal, index, position: ranks[np.random.default_rng([seed, proposal, index]).integers(8)]
 
@@ -68,7 +68,7 @@ SCRIPTS: dict[str, Ranks] = {
     "always wrong": lambda proposal, index, position: None,
     "always a sibling": lambda proposal, index, position: 1,
     **{
-        f"a sibling behind {depth}": lambda proposal, index, position, depth=depth: int(index == depth)
+        f"a sibling at depth {depth}": lambda proposal, index, position, depth=depth: int(index == depth)
         for depth in range(7)
     },
     "lots 1": lots(1),
@@ -91,7 +91,7 @@ def request_of(sampler: str, shape: tuple[int, int]) -> Request:
 
 
 def check_counters(done: Finished) -> None:
-    """Every round emits one token of the target's own, and those that stand."""
+    """Every round emits one token of the target's own, and those accepted."""
     statistics = done.statistics
     assert statistics.tokens == sum(map(len, done.rounds)) == NEW_TOKENS
     assert statistics.tokens == statistics.rounds + sum(statistics.accepted) + statistics.accepted_sibling_drafts
@@ -129,24 +129,26 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case[0] for case in SCRIPTED} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "coupled", "rejection, one token left"])
-@pytest.mark.parametrize("depth", range(7))
-def test_a_token_that_stands_only_as_a_leaf_ends_its_path(depth: int, sampler: str) -> None:
-    """Right in the chain up to a depth, there in the sibling alone: the round takes both, and the token behind."""
+@pytest.mark.parametrize(
+    ("depth", "sampler"),
+    [*((depth, "greedy") for depth in range(7)), *product((0, 6), ("coupled", "rejection, one token left"))],
+)
+def test_a_token_that_is_only_a_sibling_ends_its_path(depth: int, sampler: str) -> None:
+    """Right in the chain up to a depth, there in the sibling alone: the round takes both and one token more."""
     target, expected = target_of("llama"), plain_text("llama", sampler)
-    drafter = RankedDrafter(target, expected.text, SCRIPTS[f"a sibling behind {depth}"])
+    drafter = RankedDrafter(target, expected.text, SCRIPTS[f"a sibling at depth {depth}"])
     done = run(Engine(target, drafter), request_of(sampler, (7, 8)))
     assert done.text == expected.text
     assert [len(tokens) for tokens in done.rounds[:-1]] == [depth + 2] * (len(done.rounds) - 1)
     assert done.statistics.accepted_sibling_drafts >= len(done.rounds) - 2
 
 
-@pytest.mark.parametrize("place", range(12))
-def test_a_text_ends_inside_a_path_and_at_its_leaf_where_plain_decoding_ends(place: int) -> None:
+@pytest.mark.parametrize("place", range(3, 8))
+def test_a_text_ends_inside_a_path_and_at_its_sibling_where_plain_decoding_ends(place: int) -> None:
     target, whole = target_of("llama"), plain_text("llama", "coupled").text[len(PROMPT) :]
     request = replace(request_of("coupled", (3, 4)), eos_token_ids=frozenset({whole[place]}))
     expected = plain(target, request)
-    drafter = RankedDrafter(target, plain_text("llama", "coupled").text, SCRIPTS["a sibling behind 2"])
+    drafter = RankedDrafter(target, plain_text("llama", "coupled").text, SCRIPTS["a sibling at depth 2"])
     done = run(Engine(target, drafter), request)
     assert (done.text, done.finish_reason) == (expected.text, expected.finish_reason)
     assert done.finish_reason == "stop"
@@ -170,7 +172,7 @@ def eagle(folder: Path, target: Target) -> Drafter:
 
 @pytest.mark.parametrize("sampler", ["greedy", "coupled", "rejection, one token left"])
 @pytest.mark.parametrize("make", [dflash2, mtp, eagle])
-def test_leaves_of_every_drafter_change_no_token(
+def test_siblings_of_every_drafter_change_no_token(
     make: Callable[[Path, Target], Drafter], sampler: str, tmp_path: Path
 ) -> None:
     target, expected = target_of("llama"), plain_text("llama", sampler)
@@ -183,7 +185,7 @@ def test_leaves_of_every_drafter_change_no_token(
 
 @cache
 def trained() -> tuple[Engine, Callable[[str], list[int]]]:
-    """A target and a head that were trained, of whose drafts and siblings some stand, and how it reads a text."""
+    """A target and a trained head, of whose drafts and siblings some are accepted, and how it reads a text."""
     folder = Path(__file__).parent / "tiny_pair"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
@@ -198,7 +200,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("sampler", "text"), [("greedy", "from mlx_spec"), ("coupled", "Return the number of")])
-def test_a_trained_head_gains_by_leaves_and_gives_the_numbers_of_plain_decoding(sampler: str, text: str) -> None:
+def test_a_trained_head_gains_by_siblings_and_gives_the_numbers_of_plain_decoding(sampler: str, text: str) -> None:
     engine, encode = trained()
     prompt = encode(text)
     rows, logprobs = RowCheck(engine.target), []
@@ -213,10 +215,10 @@ def test_a_trained_head_gains_by_leaves_and_gives_the_numbers_of_plain_decoding(
         on_verified=rows.check,
     )
     for each in (request, replace(request, num_draft_tokens=0, on_verified=None)):
-        generation, told = engine.start(each), list[Any]()
+        generation, found = engine.start(each), list[Any]()
         while generation.finish_reason is None:
-            told += engine.step(generation).logprobs
-        logprobs.append([(token.logprob, token.top) for token in told])
+            found += engine.step(generation).logprobs
+        logprobs.append([(token.logprob, token.top) for token in found])
         engine.close(generation)
         if each is request:
             tree = generation
@@ -235,12 +237,12 @@ def test_a_short_exact_answer_may_come_from_a_tree() -> None:
     prompt = encode("A round that an exception breaks off")
     request = Request(prompt, 20, 3, num_sibling_drafts=9, top_logprobs=2)
     expected = plain(engine.target, request)
-    generation, told = engine.start(request), list[Any]()
+    generation, found = engine.start(request), list[Any]()
     while generation.finish_reason is None:
-        told += engine.answer_step(generation).logprobs
+        found += engine.answer_step(generation).logprobs
     engine.close(generation)
-    assert generation.tokens == expected.text and len(told) == 20
-    assert all(token.top[0][1] == token.logprob for token in told)
+    assert generation.tokens == expected.text and len(found) == 20
+    assert all(token.top[0][1] == token.logprob for token in found)
     assert generation.statistics.accepted_sibling_drafts > 0
 
 

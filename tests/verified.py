@@ -1,4 +1,4 @@
-"""What the engine tells an accept rule of a pass, for tests that judge drafts without an engine."""
+"""What the engine gives an accept rule of a pass, for tests that judge drafts without an engine."""
 
 from collections.abc import Sequence
 

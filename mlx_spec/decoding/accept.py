@@ -1,9 +1,9 @@
 """Which drafted tokens are accepted, and which token follows them.
 
-Each rule has two sides that belong together: ``rank_candidates`` and ``sample_draft`` draw drafted tokens, ``accept``
-compares them with the target. Everything stays in the graph; nothing here waits for the device. What ``accept``
-returns is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last accepted row (of a chain:
-how many drafts are), the token after it, and whether all entries of each flag are true.
+Each rule has two sides that belong together: ``rank_candidates`` and ``sample_draft`` draw drafted tokens,
+``accept`` compares them with the target. Everything stays in the graph; nothing here waits for the device. What
+``accept`` returns is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last accepted row
+(of a chain: how many drafts are), the token after it, and whether all entries of each flag are true.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from mlx_spec.drafters.tree import Tree
 
 @dataclass(frozen=True)
 class VerifiedRows:
-    """What a pass says of an anchor and the k drafts after it.
+    """The target's view of an anchor and the k drafts after it.
 
     scores: [k + 1, V], the target's.
     anchor_position: of the anchor.
@@ -49,14 +49,14 @@ class AcceptRule(Protocol):
         ...
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
-        """Return [k + 1, V] whose largest entries are what the target itself says, or None where it takes more.
+        """Return [k + 1, V] whose largest entries are the target's own tokens, or None where it takes more.
 
         Row j comes ``depths[j]`` positions after the anchor.
         """
         ...
 
     def accept(self, draft: Draft, verified: VerifiedRows) -> mx.array:
-        """Judge the drafts by what the target says."""
+        """Judge the drafts by the target's view of them."""
         ...
 
 

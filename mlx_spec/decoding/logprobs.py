@@ -1,6 +1,6 @@
-"""Log-probabilities of what a round's rows say, from their full logits and in one fixed order of sums.
+"""Log-probabilities of the tokens that a round's rows emit, from their full logits and in one fixed order of sums.
 
-They are those of the distribution behind bias and penalties and before temperature and filters, as in mlx-lm.
+They are those of the distribution after bias and penalties and before temperature and filters, as in mlx-lm.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ MAX_TOP_LOGPROBS = 16
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of one token. logprob: its own. top: (token, log-probability) of the likeliest ones, the best first.
+    """Of one token.
 
+    logprob: its own.
+    top: (token, log-probability) of the likeliest ones, the best first.
     all: [V] float32, of every token, computed when it is read.
     """
 
@@ -28,7 +30,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """Of R rows, lazy. total: log-sum-exp [R]. chosen: [R], of each row's token. top_ids, top_values: [R, K]."""
+    """Of R rows, lazy.
+
+    logits: [R, V].
+    total: log-sum-exp [R].
+    chosen: [R], of each row's token.
+    top_ids, top_values: [R, K], of the likeliest tokens.
+    """
 
     logits: mx.array
     total: mx.array
@@ -38,7 +46,12 @@ class RowLogprobs:
 
     @staticmethod
     def of(logits: mx.array, tokens: mx.array, top: int) -> "RowLogprobs":
-        """Take rows [R, V] that say ``tokens`` [R] int32, and the ``top`` likeliest of each, 0 to 16."""
+        """Take those of rows.
+
+        logits: [R, V].
+        tokens: [R] int32, what each row emits.
+        top: so many of the likeliest tokens of each row, 0 to 16.
+        """
         total, _ = logprob_rows(logits, tokens)
         # One subtraction for every use, so that a token has one log-probability.
         chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(mx.float32) - total

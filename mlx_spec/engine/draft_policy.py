@@ -18,14 +18,15 @@ PROBE_ROUNDS = 2
 PRIOR, RUNNER_UP = 0.75, 0.25
 # Evidence on a runner-up that is not verified fades by this factor, so that it is tried again.
 FORGET = 0.98
-# Drafting must promise this much less time a token than plain decoding, or it stays paused; siblings than none.
+# Drafting must promise this much less time a token than plain decoding, or it is paused; siblings less than none.
 MARGIN = 0.98
 
 
 @dataclass(frozen=True)
 class DepthOffer:
-    """Drafts that a sequence has for a pass with others. chances[i]: that the first i + 1 of them are all accepted.
+    """Drafts that a sequence has for a pass with others.
 
+    chances[i]: that the first i + 1 of them are all accepted.
     optional: they take rows only as far as that pays.
     """
 
@@ -49,12 +50,16 @@ class DepthPolicy(Protocol):
         ...
 
     def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
-        """Learn from a round's chain. runner_up: whether the sibling of the rejected draft is accepted, if there is one."""
+        """Learn from a round's chain.
+
+        drafted, accepted: how many tokens of it.
+        runner_up: whether the sibling of the rejected draft is accepted, None where there is no sibling.
+        """
         ...
 
     @property
     def reason(self) -> str:
-        """Say in a few words why the depth is what it is."""
+        """Why the depth is what it is, in a few words."""
         ...
 
 
@@ -66,9 +71,12 @@ def policy_for(
     *,
     takes_trees: bool,
 ) -> DepthPolicy:
-    """Return the policy of a request, see there, for a drafter of up to ``max_draft`` tokens, 0 for none.
+    """Return the policy of a request.
 
-    takes_trees: of the target, see there.
+    num_draft_tokens, num_sibling_drafts: see Request.
+    max_draft: the most tokens of the drafter's drafts, 0 without a drafter.
+    costs: of passes on this machine, where they are known.
+    takes_trees: whether the target verifies trees.
     """
     if num_draft_tokens == "adaptive":
         return Adaptive(max_draft) if max_draft else FixedDepth(0)
@@ -95,7 +103,7 @@ class FixedDepth:
         return self.count
 
     def offer(self) -> DepthOffer:
-        """DraftRequest for the fixed depth."""
+        """Ask for the fixed depth."""
         return DepthOffer(likely(self.count))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -129,7 +137,7 @@ class Adaptive:
         return self.count
 
     def offer(self) -> DepthOffer:
-        """DraftRequest for the depth of the next round."""
+        """Ask for the depth of the next round."""
         return DepthOffer(likely(self.count))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -137,7 +145,7 @@ class Adaptive:
         return (0,) * depth
 
     def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
-        """Grow or shrink, between one and the most; a round cut short by its end says nothing."""
+        """Grow or shrink, between one and the most; a round cut short by its end teaches nothing."""
         if drafted == self.count:
             step = (accepted == drafted) - (accepted == 0)
             self.count = max(1, min(self.count + step, self.max_depth))
@@ -154,8 +162,11 @@ class CostAware:
 
     It begins with weak confidence at the drafter's usual level and pauses drafting when plain decoding is cheaper;
     paused, it probes after 8 rounds, then 16, up to 256, and from 8 on after a probe that was fully accepted.
-    Where it ``may_branch``, it adds a sibling to each draft for which that is cheaper still.
 
+    costs: of passes on this machine.
+    max_depth: the most tokens of a draft.
+    prior: the acceptance that it begins with.
+    may_branch: it adds a sibling to each draft for which that is cheaper still.
     reach[i]: decayed (tries, successes) of drafts at position i + 1 whose predecessors were all accepted.
     runners_up[i]: decayed (tries, successes) of siblings at position i + 1, where the draft itself was rejected.
     """
@@ -186,7 +197,7 @@ class CostAware:
         return self._best_draft() if self._probes_now() else 0
 
     def offer(self) -> DepthOffer:
-        """DepthOffer every depth, or ask for a probe of drafting when there were no rows for it for long."""
+        """Offer every depth, or ask for a probe of drafting when there were no rows for it for long."""
         chances = tuple(self._reached(self.max_depth))
         return (
             DepthOffer(chances[: self._best_draft()]) if self._probes_now() else DepthOffer(chances, optional=True)

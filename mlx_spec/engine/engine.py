@@ -40,7 +40,7 @@ class Engine:
         """Bind what a generation needs.
 
         costs: this machine's, for the automatic depth; without them it is the drafter's largest.
-        exactness: what statistics say of it.
+        exactness: whether its rows are exact, for statistics.
         kernels: the implementation of all operations, whatever is chosen around a call; by default the one that is
             chosen when the engine is made.
         max_drafter_states: of how many generations the drafter remembers something; of others it begins anew.
@@ -88,7 +88,7 @@ class Engine:
         Up to 16 sequences take part; of more, those whose turn it is. The others, and those that are finished, get
         an empty round. What goes wrong with a generation, such as ContextFull or NonFiniteError, is raised for a
         single one, and is ``Round.error`` among several; that generation is as before, and the others go on. What
-        is raised otherwise, an interruption say, leaves all of them as they were.
+        is raised otherwise, by an interruption for example, leaves all of them as they were.
         Raises RequestError for a generation that was closed, or that is named twice.
         """
         if isinstance(generations, Generation):
@@ -99,8 +99,9 @@ class Engine:
         """Run one round for a short exact answer: tokens that the full logits confirm, with log-probabilities.
 
         For greedy requests. The token of each row is compared with the largest of its full logits; at the first
-        that differs the full logits' token is emitted, and the round ends with it. Tokens and log-probabilities are
-        those of plain decoding, bit for bit. Raises as ``step`` does, and RequestError for a request that draws.
+        that differs the full logits' token is emitted, and the round ends with it. Tokens and log-probabilities
+        are those of plain decoding, bit for bit.
+        Raises as ``step`` does, and RequestError for a request that draws.
         """
         if temp := generation.request.sampling.temp:
             raise RequestError(f"answer_step takes the most likely tokens; this request draws, with temp {temp}.")
@@ -113,7 +114,8 @@ class Engine:
         changes: of other fields of its request, such as ``is_end`` or ``max_tokens``, which counts from the start;
             not of its prompt.
         The fork of a finished generation goes on after its end; where its ``max_tokens`` is reached already, it is
-        finished by length. Raises RequestError for settings without a meaning and for a generation that was closed.
+        finished by length.
+        Raises RequestError for settings without a meaning and for a generation that was closed.
         """
         if generation.is_closed:
             raise RequestError("A generation that was closed cannot be forked.")

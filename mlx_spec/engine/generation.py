@@ -19,7 +19,8 @@ class Generation:
     """A request in progress.
 
     sequence: what the target has cached, all tokens but the last one.
-    rule: how drafts are drawn and judged. policy: how many are drafted.
+    rule: how drafts are drawn and judged.
+    policy: how many are drafted.
     tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
     statistics: what was done so far.
     drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
@@ -61,7 +62,10 @@ class Generation:
         return self.request.may_draft and not self.statistics.drafter_failure
 
     def cut(self, tokens: Sequence[int], context: int) -> tuple[list[int], str | None]:
-        """Return new tokens up to where plain decoding would end in a context of so many positions, and why there."""
+        """Return new tokens up to where plain decoding would end, and why it ends there.
+
+        context: how many positions there are.
+        """
         remaining, left = self.remaining_tokens, context - self.sequence.length
         for count, token in enumerate(tokens, 1):
             if token in self.request.eos_token_ids or self.request.is_end(token):
@@ -75,7 +79,8 @@ class Generation:
 class Round:
     """What one round emitted for a generation.
 
-    tokens: in order. num_from_draft: how many of them were drafted, the first ones.
+    tokens: in order.
+    num_from_draft: how many of them were drafted, the first ones.
     logprobs: of each token, where the request asks for them.
     error: why there are none, where this generation failed and others of the round did not; it is as before.
     """

@@ -27,7 +27,7 @@ class Request:
     logprobs: rounds bring the log-probability of each token.
     top_logprobs: and of so many of the most likely tokens, up to 16.
     num_sibling_drafts: verify so many runners-up beside a number of drafts; None lets measured costs decide.
-    is_end: called with each new token in order; true ends the text with that token (stop strings, say).
+    is_end: called with each new token in order; true ends the text with that token (for stop strings).
     on_progress: called with the prompt tokens that are prefilled, and how many there are.
     on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis; of a tree
         with the accepted rows.
@@ -52,7 +52,11 @@ class Request:
         return self.num_draft_tokens != 0
 
     def check(self, target: Target, max_draft: int) -> None:
-        """Raise RequestError or ContextFull for what a target, with a drafter of ``max_draft`` tokens, cannot do."""
+        """Raise RequestError or ContextFull for what cannot be done.
+
+        target: that would do it.
+        max_draft: the most tokens of its drafter's drafts, 0 without a drafter.
+        """
         self._check_prompt(target)
         if self.max_tokens == 0 or self.max_tokens < -1:
             raise RequestError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}.")
@@ -100,6 +104,6 @@ class Request:
             )
         if not target.takes_trees:
             raise RequestError(
-                f"num_sibling_drafts is {siblings}, but {target.name} has recurrent layers, which step through rows "
-                "in one order: leave num_sibling_drafts out."
+                f"num_sibling_drafts is {siblings}, but {target.name} has recurrent layers, which step through "
+                "rows in one order: leave num_sibling_drafts out."
             )

@@ -65,9 +65,11 @@ class Snapshot:
 class VerifiedPass:
     """A pass that the host has waited for.
 
-    passed: its rows. indices: the number of each generation in it. parts: what it says of their drafts.
-    is_timed: the device was awaited before the pass, too. draft_seconds, seconds: what the host waited for drafts,
-    where it did, and for the pass.
+    passed: its rows.
+    indices: the number of each generation in it.
+    parts: how it judged their drafts.
+    is_timed: the device was awaited before the pass, too.
+    draft_seconds, seconds: what the host waited for drafts, where it did, and for the pass.
     """
 
     passed: Pass
@@ -82,9 +84,11 @@ class VerifiedPass:
 class Accepted:
     """What a generation gets of a pass.
 
-    path: the rows that emit tokens. tokens: what is emitted, up to the end of the text.
+    path: the rows that emit tokens.
+    tokens: what is emitted, up to the end of the text.
     finish_reason: why the text ends with these tokens, if it does.
-    rows: the rows that become part of the sequence. logprobs: of each token, where they are asked for.
+    rows: the rows that become part of the sequence.
+    logprobs: of each token, where they are asked for.
     """
 
     drafted: Drafted
@@ -110,8 +114,10 @@ def run_round(
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
 
-    answering: full logits have the last word, see ``Engine.answer_step``.
+    target, states: what runs, and what the drafter remembers.
+    shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
+    answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
     drafted = draft(states, shares, errors)
@@ -208,17 +214,17 @@ def commit(
     target.commit_all([(each.generation.sequence, each.rows) for each in accepted])
     states.extend([(each.generation, each.rows, each.token_ids) for each in accepted])
     seconds = time.perf_counter() - started
-    return {each.generation: emit(each, seconds, states.drafter is None) for each in accepted}
+    return {each.generation: emit(each, seconds) for each in accepted}
 
 
-def emit(accepted: Accepted, seconds: float, is_plain: bool) -> Round:
+def emit(accepted: Accepted, seconds: float) -> Round:
     """Append committed tokens to their generation, count them, and let its policy learn."""
     generation, tree = accepted.generation, accepted.drafted.tree
     generation.tokens.extend(accepted.tokens)
     generation.finish_reason = accepted.finish_reason
     from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
     drafted = len(tree.chain) - 1
-    if accepted.drafted.was_known or is_plain:
+    if accepted.drafted.was_known:
         generation.policy.update(drafted, along_chain, tree.runner_up(accepted.path))
     generation.statistics.count_round(
         drafted=drafted,

@@ -1,6 +1,6 @@
 """Who takes part in a round, and with how many rows: host numbers only, no arrays.
 
-A draft is of use only when all drafts before it are accepted, so its chance is a product, and falls along a
+A draft is of use only when all drafts before it are accepted, so its chance is a product, and drops along a
 sequence: the best rows of all sequences are always whole beginnings of drafts.
 """
 
@@ -18,7 +18,11 @@ from mlx_spec.target import CachedSequence, reserve_positions
 
 @dataclass(frozen=True)
 class Share:
-    """What a generation gets of a pass: tokens to draft, and the rows that it may have, the anchor's included."""
+    """What a generation gets of a pass.
+
+    depth: tokens to draft.
+    max_rows: the rows that it may have, the anchor's included.
+    """
 
     generation: Generation
     depth: int
@@ -29,7 +33,11 @@ class Scheduler:
     """Gives turns, and shares the rows of each pass out."""
 
     def __init__(self, context: int, costs: Costs | None) -> None:
-        """context: positions of the target. costs: this machine's, where they are known."""
+        """Give no turn yet.
+
+        context: positions of the target.
+        costs: this machine's, where they are known.
+        """
         self._context = context
         self._costs = costs
         self._turns = 0
@@ -74,9 +82,13 @@ class Scheduler:
 def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:
     """Return how many tokens to draft for each sequence of a pass of up to ``rows`` rows.
 
-    limits: the largest depth of each. Every sequence has a row of its own for its anchor. Drafts that are asked for
-    come first; then those that may be left out, as many as make the pass cheapest for each expected token by
-    ``costs``; without costs, all that fit.
+    Every sequence has a row of its own for its anchor. Drafts that are asked for come first; then those that may
+    be left out, as many as make the pass cheapest for each expected token.
+
+    offers: the drafts of each sequence.
+    limits: the largest depth of each.
+    rows: of the pass, at most.
+    costs: of passes; without them all optional drafts that fit are taken.
     """
     sequences = len(offers)
     asked, further = ranked(offers, limits, optional=False), ranked(offers, limits, optional=True)

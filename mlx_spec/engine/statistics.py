@@ -24,13 +24,15 @@ class Statistics:
 
     prompt_tokens, prompt_seconds: of the prompt.
     tokens, seconds: generated, and the time of all rounds.
-    rounds: of draft and verify. undrafted_rounds: those of them in which nothing was drafted.
-    drafted[i], accepted[i]: rounds that drafted a token i + 1 positions after the anchor, and those in which it was
-        accepted.
+    rounds: of draft and verify.
+    undrafted_rounds: those of them in which nothing was drafted.
+    drafted[i], accepted[i]: rounds that drafted a token i + 1 positions after the anchor, and those in which it
+        was accepted.
     sibling_drafts, accepted_sibling_drafts: runners-up that were verified beside these, and those accepted.
     timed_rounds: rounds that were measured with a stop between drafting and verifying, which others do not have.
     draft_seconds, verify_seconds, host_seconds: of these rounds.
-    depth_reason: why the depth is what it is, in words. drafter_failure: why drafting ended, if it did.
+    depth_reason: why the depth is what it is, in words.
+    drafter_failure: why drafting ended, if it did.
     exactness: of the engine.
     """
 

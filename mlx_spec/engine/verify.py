@@ -1,4 +1,4 @@
-"""What a pass says of the drafts of all its generations, lazily: nothing here waits for the device."""
+"""How a pass judges the drafts of all its generations, lazily: nothing here waits for the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a pass says of a generation's part, not yet read by the host.
+    """How a pass judged a generation's part, not yet read by the host.
 
     logits: [k + 1, V], as the target gives them.
     outcome: int32, see ``AcceptRule.accept``.
@@ -87,7 +87,8 @@ class Verified:
 class Rows:
     """The rows of one generation on their way from logits to a choice.
 
-    logits: [k + 1, V], the target's. finite: bool [k + 1], whether they are.
+    logits: [k + 1, V], the target's.
+    finite: bool [k + 1], whether they are.
     processed, scores: [k + 1, V], see Sampling.
     """
 
@@ -115,16 +116,19 @@ class Rows:
         """
         if self.scores is self.logits:
             return self.finite
-        has_choice = mx.isfinite(mx.max(self.scores, axis=-1)) & ~mx.any(mx.isnan(self.scores), axis=-1)
-        return self.finite & has_choice
+        # Of nothing but minus infinity it is minus infinity, and NaN and infinity spread to it.
+        return self.finite & mx.isfinite(mx.logsumexp(self.scores, axis=-1))
 
 
 def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, errors: Errors) -> list[Verified]:
-    """Judge the drafts of all generations by the logits [R, V] of a pass, one generation's rows after another's.
+    """Judge the drafts of all generations by the logits of a pass.
 
-    answering: full logits have the last word, see ``Engine.answer_step``. What goes wrong with one of them is
-    added to ``errors``. Operations on whole vocabularies run over the rows of all at once, where these are treated
-    alike.
+    Operations on whole vocabularies run over the rows of all at once, where these are treated alike.
+
+    parts: of the generations, in the order of their rows.
+    logits: [R, V].
+    answering: full logits have the last word, see ``Engine.answer_step``.
+    errors: what goes wrong with a generation alone is added.
     """
     own, finite = split(parts, logits), split(parts, mx.all(mx.isfinite(logits), axis=-1))
     begun = [Rows(*each, each[1], each[1]) for each in zip(parts, own, finite, strict=True)]
@@ -162,7 +166,7 @@ def filtered(every: Sequence[Rows], whole: mx.array | None) -> list[Rows]:
 
 
 def argmax_choices(every: Sequence[Rows], whole: mx.array | None) -> dict[Generation, mx.array]:
-    """Return what the target says in each row, int32 [k + 1], for all rules that take the largest entry.
+    """Return the target's own token of each row, int32 [k + 1], for all rules that take the largest entry.
 
     whole: [R, V], where it holds the rows of all.
     """
@@ -213,8 +217,8 @@ def split(parts: Sequence[Drafted], of_rows: mx.array) -> list[mx.array]:
 def read_outcome(verified: Verified) -> tuple[list[int], tuple[int, ...]]:
     """Read back what a generation's rows emit, and the row that emits each of these tokens.
 
-    Raises DrafterFailure where the draft pass produced NaN or infinity, NonFiniteError where the target did, or where
-    bias and processors leave no token.
+    Raises DrafterFailure where the draft pass produced NaN or infinity, NonFiniteError where the target did, or
+    where bias and processors leave no token.
     """
     draft, generation = verified.drafted.draft, verified.drafted.generation
     values = [int(v) for v in np.array(verified.outcome)]
@@ -233,8 +237,8 @@ def no_token(verified: Verified, path: Sequence[int], position: int) -> NonFinit
     """Return the error of rows from which no token can be taken."""
     if mx.all(mx.isfinite(verified.logits[mx.array(list(path))])):
         return NonFiniteError(
-            f"Bias, penalties and logits processors leave no token to choose after position {position}: every score "
-            "is minus infinity, or one is NaN or infinity. Allow at least one token."
+            f"Bias, penalties and logits processors leave no token to choose after position {position}: every "
+            "score is minus infinity, or one is NaN or infinity. Allow at least one token."
         )
     return NonFiniteError(
         f"The target logits at position {position} hold NaN or infinity, so no token can be taken from them. "

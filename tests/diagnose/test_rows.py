@@ -27,8 +27,10 @@ def checked_run(target: Target, text: list[int], request: Request, script: Any =
     return check
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [*((family, None) for family in CONFIGS), ("llama", 4), ("qwen3_moe", 4), ("qwen3_next", 4)],
+)
 def test_bfloat16_rows_are_equal_bit_for_bit(family: str, bits: int | None) -> None:
     """On the CPU MLX's bfloat16 product reduces every row alike."""
     target, request = tiny_target(family, bits=bits), Request(PROMPT, 20)
@@ -63,7 +65,7 @@ def test_a_row_that_depends_on_its_neighbours_is_reported() -> None:
     target, request = tiny_target("llama"), Request(PROMPT, 20)
     text = plain(target, request).text
     # The token is the least likely one of that row, so that the text stays.
-    token = int(mx.argmin(logits_behind(target, text[: len(PROMPT) + 2])))
+    token = int(mx.argmin(logits_after(target, text[: len(PROMPT) + 2])))
     perturb(target, row=2, token=token, by=-4.0)
     check = checked_run(target, text, request)
     # 8 + 8 + 4 rows.
@@ -82,13 +84,13 @@ def test_a_row_that_depends_on_its_neighbours_is_reported() -> None:
     assert target.pool.pages_in_use == 0
 
 
-def logits_behind(target: Target, tokens: list[int]) -> mx.array:
+def logits_after(target: Target, tokens: list[int]) -> mx.array:
     sequence = target.open()
     hidden = target.forward([(sequence, mx.array(tokens))]).hidden[-1:]
     return target.logits(hidden)[0]
 
 
-def test_another_most_likely_token_is_said_aloud() -> None:
+def test_another_most_likely_token_is_named() -> None:
     target = tiny_target("llama")
     perturb(target, row=1, token=50, by=100.0)
     check, sequence = RowCheck(target), target.open()
@@ -99,7 +101,7 @@ def test_another_most_likely_token_is_said_aloud() -> None:
     assert "OTHER TOKEN" in str(check)
 
 
-def test_the_check_leaves_sequence_and_pages_as_they_were() -> None:
+def test_the_check_keeps_sequence_and_pages_as_they_were() -> None:
     """The page that the sequence goes on in is shared with the check's own fork, and must not be written."""
     target = tiny_target("llama")
     sequence = target.open()
@@ -135,7 +137,7 @@ def test_a_models_rows_are_equal(family: str) -> None:
     assert target.pool.pages_in_use == 0
 
 
-def test_the_first_difference_of_each_pass_is_told() -> None:
+def test_the_first_difference_of_each_pass_is_reported() -> None:
     target = tiny_target("llama")
     perturb(target, row=2, token=7, by=3.0)
     found = list(check_rows(target, [2, 3, 16]))
@@ -187,7 +189,7 @@ def test_an_unfinished_check_gives_its_pages_back() -> None:
 
 
 def test_no_numbers_are_equal_to_no_numbers() -> None:
-    """A model of NaN is told by the engine; its rows do not depend on each other."""
+    """A model of NaN is reported by the engine; its rows do not depend on each other."""
     target = tiny_target("llama")
     exact = target.logits
     target.logits = lambda hidden: exact(hidden) * mx.nan
@@ -212,6 +214,17 @@ def test_a_row_that_sees_one_off_its_path_is_reported() -> None:
     assert check(tiny_target("llama"), [2]).holds
     assert not check(target, [2]).holds
     assert target.pool.pages_in_use == 0
+
+
+def test_every_row_of_the_path_is_compared_and_no_other() -> None:
+    """The path is every second row of nine."""
+    for row in range(9):
+        target = tiny_target("llama")
+        perturb(target, row, token=7, by=3.0)
+        difference = check_tree(target, 4)
+        assert (difference is None) == (row % 2 == 1)
+        if difference is not None:
+            assert (difference.position, difference.row, difference.rows) == (CONTEXT + row // 2, row // 2, 5)
 
 
 @pytest.mark.parametrize(("size", "context"), [(32, 512), (64, 512), (512, 3), (512, 1)])

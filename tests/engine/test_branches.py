@@ -1,6 +1,6 @@
-"""Several generations in one pass: each says what it says alone, whatever the others do.
+"""Several generations in one pass: each emits what it emits alone, whatever the others do.
 
-bfloat16 targets, see test_law.
+bfloat16 targets, see test_lossless.
 """
 
 from dataclasses import dataclass, replace
@@ -26,14 +26,15 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
-from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Generation, Request, Round
 from mlx_spec.engine.costs import Costs
+from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 90, 80)]
 NEW_TOKENS = 14
-# One token; one that ends in the middle of a page; one behind a page's end.
+# One token; one that ends in the middle of a page; one that crosses a page's end.
 PROMPTS = [TOKENS[:1], TOKENS[:20], TOKENS[:33]]
 SAMPLINGS = [
     Sampling(),
@@ -79,7 +80,7 @@ def drafter_of(kind: str, family: str, folder: Path) -> Drafter:
 
 @dataclass
 class Branch:
-    """A generation, its seed and sampling, and what it has to say."""
+    """A generation, its sampling, and the text that it has to emit."""
 
     generation: Generation
     sampling: int
@@ -281,7 +282,7 @@ def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
 def test_more_sequences_than_rows_take_turns() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(40)]
+    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(20)]
     for rounds in range(1, 6):
         emitted = [bool(done.tokens) for done in engine.step(generations)]
         assert sum(emitted) == 16
@@ -293,18 +294,38 @@ def test_more_sequences_than_rows_take_turns() -> None:
         engine.close(generation)
 
 
-def test_the_drafter_forgets_what_was_not_used_for_longest() -> None:
-    """A forgotten generation drafts nothing for one round, which shows the drafter where it stands."""
+def test_a_fork_waits_for_its_turn_as_its_generation_does() -> None:
+    target = target_of("llama")
+    engine = Engine(target)
+    generations = [engine.start(Request([token], 3)) for token in range(17)]
+    engine.step(generations)
+    generations.append(engine.fork(generations[15]))
+    emitted = [bool(done.tokens) for done in engine.step(generations)]
+    assert emitted == [True] * 15 + [False, True, False]
+    for generation in generations:
+        engine.close(generation)
+
+
+def test_the_drafter_forgets_what_was_not_used_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten generation drafts nothing for one round, which shows the drafter where to begin.
+
+    From that round its policy learns nothing.
+    """
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target), max_drafter_states=16)
     generations = [engine.start(Request([token], NEW_TOKENS, 2)) for token in range(18)]
     assert [generation.drafter_state is None for generation in generations] == [True] * 2 + [False] * 16
+    # It is used, so another one is the next to be forgotten.
+    engine.step(generations[2])
+    updates: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(FixedDepth, "update", lambda policy, *learned: updates.append(learned))
     engine.step(generations[0])
     assert generations[0].statistics.undrafted_rounds == 1
     assert generations[0].drafter_state.position == 1
-    assert generations[2].drafter_state is None
+    assert updates == [] and generations[2].drafter_state is not None and generations[3].drafter_state is None
     engine.step(generations[0])
     assert generations[0].statistics.drafted == [1, 1]
+    assert [drafted for drafted, _, _ in updates] == [2]
     with pytest.raises(RequestError, match="max_drafter_states must be at least 16, not 3"):
         Engine(target, BranchDrafter(target), max_drafter_states=3)
     for generation in generations:
@@ -312,7 +333,7 @@ def test_the_drafter_forgets_what_was_not_used_for_longest() -> None:
     assert not engine.states._used
 
 
-def test_a_fork_goes_on_behind_the_end_of_a_finished_generation() -> None:
+def test_a_fork_goes_on_after_the_end_of_a_finished_generation() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
     short = engine.start(Request(PROMPTS[1], 5))
@@ -324,11 +345,20 @@ def test_a_fork_goes_on_behind_the_end_of_a_finished_generation() -> None:
     engine.close(longer)
 
 
-def test_plain_decoding_leaves_the_drafter_alone_and_a_fork_may_begin_to_draft(tmp_path: Path) -> None:
+def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = target_of("llama"), drafter_of("dflash2", "llama", tmp_path)
-    engine = Engine(target, drafter)
+    engine, forward, wanted = Engine(target, drafter), target.forward, list[tuple[int, ...]]()
+
+    def noted(batch: Any, target_layer_ids: Any = (), *more: Any) -> Any:
+        wanted.append(tuple(target_layer_ids))
+        return forward(batch, target_layer_ids, *more)
+
+    monkeypatch.setattr(target, "forward", noted)
     plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
     engine.step(plainly)
+    assert set(wanted) == {()}
     assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
     drafted = engine.fork(plainly, num_draft_tokens=3)
     engine.step([plainly, drafted])
@@ -351,19 +381,103 @@ def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
         engine.step([generation, generation])
     assert engine.step([]) == []
     pages = target.pool.pages_in_use
-    for wrong in ({"num_draft_tokens": 8}, {"max_tokens": 0}, {"top_logprobs": 17}):
-        with pytest.raises(RequestError):
+    changes = "it can change max_tokens, num_draft_tokens, "
+    for wrong, message in (
+        ({"num_draft_tokens": 8}, "num_draft_tokens is 8"),
+        ({"max_tokens": 0}, "max_tokens must be positive"),
+        ({"top_logprobs": 17}, "top_logprobs must lie between"),
+        ({"prompt": [1, 2]}, f"A fork cannot change prompt; {changes}"),
+        ({"max_new": 3, "depth": 1, "logprobs": True}, f"A fork cannot change depth, max_new; {changes}"),
+    ):
+        with pytest.raises(RequestError, match=message):
             engine.fork(generation, **wrong)
-    generation.sequence.free()
+        assert target.pool.pages_in_use == pages and generation.request.max_tokens == 5
+    engine.close(generation)
     assert target.pool.pages_in_use == 0 < pages
     generation = engine.start(Request(PROMPTS[1], 5))
     finish(engine, [generation])
     assert engine.step(generation).tokens == []
     engine.close(generation)
-    with pytest.raises(RequestError, match="was closed and cannot go on"):
-        engine.step([generation])
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[0] * 2, PROMPTS[2]], ids=["one token", "two", "33"])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_closed_generation_is_refused_and_takes_no_page(prompt: list[int], rounds: int) -> None:
+    """A prompt of one token caches nothing before the first round: its sequence is empty although it is open."""
+    target = target_of("llama")
+    engine = Engine(target, BranchDrafter(target))
+    generation, other = engine.start(Request(prompt, 5)), engine.start(Request(prompt, 5, 0))
+    for _ in range(rounds):
+        engine.step(generation)
+    pages = len(other.sequence.pages)
+    engine.close(generation)
+    tokens = list(generation.tokens)
+    for step in (engine.step, engine.answer_step, lambda closed: engine.step([other, closed])):
+        with pytest.raises(RequestError, match="was closed and cannot go on"):
+            step(generation)
     with pytest.raises(RequestError, match="was closed cannot be forked"):
         engine.fork(generation)
+    engine.close(generation)
+    assert generation.is_closed and generation.tokens == tokens and generation.drafter_state is None
+    assert target.pool.pages_in_use == pages
+    engine.close(other)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_fork_ends_by_length_at_its_own_max_tokens(depth: int) -> None:
+    """They count from the end of the prompt: where they are reached, the fork is finished when it is made."""
+    target = target_of("llama")
+    engine, text = Engine(target, BranchDrafter(target)), alone("llama", tuple(PROMPTS[1]), 0, 0)
+    parent = engine.start(Request(PROMPTS[1], 5, depth))
+    finish(engine, [parent])
+    for changes in ({}, {"max_tokens": 5}, {"max_tokens": 2}):
+        fork = engine.fork(parent, **changes)
+        assert fork.finish_reason == "length"
+        assert engine.step(fork) == Round() == engine.step([fork])[0]
+        assert fork.tokens == parent.tokens
+        # Of such a fork, too, another one may go on.
+        again = engine.fork(fork, max_tokens=7)
+        finish(engine, [again])
+        assert again.tokens == text[: 20 + 7]
+        engine.close(fork)
+        engine.close(again)
+    for most in (6, 7, 11):
+        fork = engine.fork(parent, max_tokens=most)
+        assert fork.finish_reason is None
+        finish(engine, [fork])
+        assert fork.finish_reason == "length" and fork.tokens == text[: 20 + most]
+        engine.close(fork)
+    engine.close(parent)
+
+
+def test_a_fork_after_an_end_token_goes_on() -> None:
+    target = target_of("llama")
+    engine, text = Engine(target, BranchDrafter(target)), alone("llama", tuple(PROMPTS[1]), 0, 0)
+    end = next(i for i in range(21, 33) if text[i] not in text[20:i] + text[i + 1 :])
+    parent = engine.start(Request(PROMPTS[1], -1, 2, eos_token_ids=frozenset(text[end : end + 1])))
+    finish(engine, [parent])
+    assert parent.finish_reason == "stop" and parent.tokens == text[: end + 1]
+    for changes, last in (({"max_tokens": NEW_TOKENS}, len(text)), ({"max_tokens": end - 19}, end + 1)):
+        fork = engine.fork(parent, **changes)
+        finish(engine, [fork])
+        assert fork.finish_reason == "length" and fork.tokens == text[:last]
+        engine.close(fork)
+    engine.close(parent)
+
+
+def test_a_fork_learns_its_own_depth() -> None:
+    """The acceptance of one of them is no evidence on the other's."""
+    target = target_of("llama")
+    engine, text = Engine(target, BranchDrafter(target, share=1.0)), alone("llama", tuple(PROMPTS[1]), 0, 0)
+    parent = engine.start(Request(PROMPTS[1], NEW_TOKENS, "adaptive"))
+    fork = engine.fork(parent)
+    for generation in (fork, parent):
+        engine.drafter.know(generation, text)
+        lengths = []
+        while generation.finish_reason is None:
+            lengths.append(len(engine.step(generation).tokens))
+        assert lengths == [4, 5, 5] and generation.tokens == text
+        engine.close(generation)
 
 
 def test_one_host_synchronisation_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +505,7 @@ def test_one_host_synchronisation_for_all(monkeypatch: pytest.MonkeyPatch) -> No
         ("qwen3_5", "mtp", 1),
     ],
 )
-def test_any_company_leaves_every_text_as_it_is(family: str, kind: str, examples: int, tmp_path: Path) -> None:
+def test_any_company_keeps_every_text_as_it_is(family: str, kind: str, examples: int, tmp_path: Path) -> None:
     class Machine(Branches):
         pass
 

@@ -1,4 +1,4 @@
-"""The depth policy: the cheapest depth by expectation, parking, and looking again."""
+"""The depth policy: the cheapest depth by expectation, pausing, and probing."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from mlx_spec.engine.draft_policy import MARGIN, Adaptive, CostAware, FixedDepth
 
 CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
 # A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
-DEAR = Costs({1: 10.0, 8: 80.0}, {1: 1.0, 7: 2.0})
+EXPENSIVE = Costs({1: 10.0, 8: 80.0}, {1: 1.0, 7: 2.0})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_adaptive_depth_learns_nothing_from_a_round_that_was_cut() -> None:
 
 
 def expected_cost(policy: CostAware, depth: int) -> float:
-    """Milliseconds a token at a depth, from the definition: the k-th draft counts when all up to it stand."""
+    """Milliseconds a token at a depth, from the definition: a draft counts when all up to it are accepted."""
     rates = [successes / tries for tries, successes in policy.reach]
     tokens = 1 + sum(np.prod(rates[: k + 1]) for k in range(depth))
     draft = np.interp(depth, [1, 7], [1.0, 2.0]) if depth else 0.0
@@ -93,7 +93,7 @@ def test_evidence_fades_and_reaches_only_the_first_failure() -> None:
     assert policy.reach[3] == [4.0, 2.0]
 
 
-def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_stands() -> None:
+def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_is_accepted() -> None:
     policy = CostAware(CHEAP, 7)
     depths = []
     for _ in range(30):
@@ -104,8 +104,8 @@ def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_st
     assert policy.reason.startswith("about 7: drafting 7, a chain, is expected to cost ")
 
 
-def test_a_dear_drafter_is_paused_and_looked_at_after_8_16_to_256_rounds() -> None:
-    policy = CostAware(DEAR, 7)
+def test_an_expensive_drafter_is_paused_and_probed_after_8_16_to_256_rounds() -> None:
+    policy = CostAware(EXPENSIVE, 7)
     runs, drafting = [], None
     for _ in range(1100):
         depth = policy.depth()
@@ -120,16 +120,16 @@ def test_a_dear_drafter_is_paused_and_looked_at_after_8_16_to_256_rounds() -> No
     assert policy.reason.endswith("plain decoding 10.0")
 
 
-def test_a_look_whose_drafts_all_stand_makes_the_next_wait_short() -> None:
-    policy = CostAware(DEAR, 7)
-    waits, waited, looks = [], 0, 0
+def test_a_probe_whose_drafts_are_all_accepted_makes_the_next_wait_short() -> None:
+    policy = CostAware(EXPENSIVE, 7)
+    waits, waited, probes = [], 0, 0
     while len(waits) < 6:
         depth = policy.depth()
         if depth and waited:
             waits.append(waited)
-            looks += 1
+            probes += 1
         waited = 0 if depth else waited + 1
-        policy.update(depth, depth if looks == 4 else 0, None)
+        policy.update(depth, depth if probes == 4 else 0, None)
     assert waits == [8, 16, 32, 64, 8, 16]
 
 
@@ -141,7 +141,7 @@ def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
         assert policy.reason.startswith("about 1" if depth else "paused")
 
 
-def test_a_paused_drafter_comes_back_when_its_drafts_stand_again() -> None:
+def test_a_paused_drafter_comes_back_when_its_drafts_are_accepted_again() -> None:
     policy = CostAware(Costs({1: 10.0, 8: 40.0}, {1: 1.0, 7: 4.0}), 7)
     depths = []
     for i in range(200):
@@ -150,9 +150,9 @@ def test_a_paused_drafter_comes_back_when_its_drafts_stand_again() -> None:
     assert depths[0] > 0
     assert 0 in depths[:30]
     returned = len(depths) - depths[::-1].index(0)
-    assert returned < 100, "it stays paused although every draft stands"
+    assert returned < 100, "it stays paused although every draft is accepted"
     assert min(depths[returned:]) > 0
-    # The next spell of parking begins with a short wait again.
+    # The next pause begins with a short wait again.
     later = []
     for _ in range(60):
         later.append(policy.depth())
@@ -166,19 +166,24 @@ def test_a_paused_drafter_comes_back_when_its_drafts_stand_again() -> None:
 FLAT = Costs({1: 10.0, 16: 10.5}, {1: 3.0, 7: 12.0})
 
 
+def sibling_gains(policy: CostAware, depth: int) -> list[float]:
+    """The tokens that a sibling of each draft adds: it is accepted where the draft, of all so far, is not."""
+    firsts = [successes / tries for tries, successes in policy.reach]
+    seconds = [successes / tries for tries, successes in policy.runners_up]
+    return [float(np.prod(firsts[:i])) * (1 - firsts[i]) * seconds[i] for i in range(depth)]
+
+
 def brute_force(policy: CostAware, costs: Costs, depth: int) -> tuple[float, int]:
     """The cheapest number of siblings at a depth, from the definition, and what a token costs with it."""
-    stands = [successes / tries for tries, successes in policy.reach]
-    seconds = [successes / tries for tries, successes in policy.runners_up]
+    firsts, gains = [successes / tries for tries, successes in policy.reach], sibling_gains(policy, depth)
     found = []
     for siblings in range(min(depth, 15 - depth) + 1):
-        gains = [np.prod(stands[:i]) * (1 - stands[i]) * seconds[i] for i in range(depth)]
-        tokens = 1 + sum(np.prod(stands[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - siblings :])
+        tokens = 1 + sum(np.prod(firsts[: i + 1]) for i in range(depth)) + sum(sorted(gains)[depth - siblings :])
         found.append(((costs.draft_ms(depth) + costs.verify_ms(depth + 1 + siblings)) / tokens, siblings))
     return min(found) if min(found)[0] < MARGIN * found[0][0] else found[0]
 
 
-def test_depth_and_leaves_are_the_cheapest_by_brute_force() -> None:
+def test_depth_and_siblings_are_the_cheapest_by_brute_force() -> None:
     chosen = set()
     for seed in range(10):
         random = np.random.default_rng(seed)
@@ -192,43 +197,55 @@ def test_depth_and_leaves_are_the_cheapest_by_brute_force() -> None:
             if brute_force(policy, costs, best)[0] < MARGIN * 10.0:
                 assert (depth, sum(siblings)) == (best, brute_force(policy, costs, best)[1])
                 assert len(siblings) == depth and set(siblings) <= {0, 1}
+                gains = sibling_gains(policy, depth)
+                chosen_gains = [gain for gain, count in zip(gains, siblings, strict=True) if count]
+                assert sorted(chosen_gains) == sorted(gains)[depth - len(chosen_gains) :]
             chosen.add((depth, sum(siblings)))
-            stood = min(int((random.random(8) < rate).argmin()), depth)
+            accepted = min(int((random.random(8) < rate).argmin()), depth)
             policy.update(
-                depth, stood, bool(random.random() < second) if stood < depth and siblings[stood] else None
+                depth,
+                accepted,
+                bool(random.random() < second) if accepted < depth and siblings[accepted] else None,
             )
     assert (
         len(chosen) > 8 and any(siblings for _, siblings in chosen) and any(not siblings for _, siblings in chosen)
     )
 
 
-def test_leaves_are_verified_only_where_measured_costs_make_them_win() -> None:
-    """Drafts fall at one place after another, and the next in line stands there half of the time."""
+def test_siblings_are_verified_only_where_measured_costs_make_them_win() -> None:
+    """Drafts are rejected at one place after another, and the next in line is accepted there half of the time."""
     for costs, wins in ((FLAT, True), (Costs({1: 10.0, 16: 85.0}, {1: 0.5, 7: 1.0}), False)):
         policy = CostAware(costs, 7, may_branch=True)
         for turn in range(60):
             depth = policy.depth()
-            siblings, stood = policy.siblings(depth), min(turn % 4, depth)
-            policy.update(depth, stood, turn % 8 < 4 if stood < depth and siblings[stood] else None)
+            siblings, accepted = policy.siblings(depth), min(turn % 4, depth)
+            policy.update(depth, accepted, turn % 8 < 4 if accepted < depth and siblings[accepted] else None)
         assert policy.depth() > 0
         assert (sum(policy.siblings(policy.depth())) > 0) == wins
         assert ("a tree with" in policy.reason) == wins
         assert ("a chain" in policy.reason) != wins
 
 
-def test_a_runner_up_that_never_stands_is_left_out_and_looked_at_again() -> None:
+def test_a_runner_up_that_is_never_accepted_is_left_out_and_probed_again() -> None:
     policy, costs = CostAware(FLAT, 1, may_branch=True), []
     for _ in range(400):
         costs.append(policy.siblings(1)[0])
         policy.update(1, 0, False if costs[-1] else None)
     assert costs[0] == 1 and policy.runners_up[0][0] < 30
-    dear = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.4}, {1: 1.0}), 1, prior=0.5, may_branch=True)
-    looks = []
+    rarely = CostAware(Costs({1: 10.0, 2: 10.0, 3: 10.4}, {1: 1.0}), 1, prior=0.5, may_branch=True)
+    probes = []
     for _ in range(400):
-        looks.append(dear.siblings(1)[0])
-        dear.update(1, 0, False if looks[-1] else None)
-        dear.update(1, 1, None)
-    assert looks[0] == 1 and 0 < sum(looks[20:]) < 80
+        probes.append(rarely.siblings(1)[0])
+        rarely.update(1, 0, False if probes[-1] else None)
+        rarely.update(1, 1, None)
+    assert probes[0] == 1 and 0 < sum(probes[20:]) < 80
+
+
+def test_a_tree_never_has_more_rows_than_a_pass() -> None:
+    """Of a drafter of 15 tokens, however cheap rows are."""
+    policy = CostAware(Costs({1: 10.0, 16: 10.01}, {1: 0.1, 15: 0.2}), 15, prior=0.9, may_branch=True)
+    numbers = [sum(policy.siblings(depth)) for depth in range(1, 16)]
+    assert max(numbers) > 4 and all(depth + number <= 15 for depth, number in enumerate(numbers, 1))
 
 
 def test_without_leave_to_branch_everything_is_a_chain() -> None:
@@ -237,7 +254,7 @@ def test_without_leave_to_branch_everything_is_a_chain() -> None:
     assert Adaptive(7).siblings(3) == FixedDepth(3).siblings(3) == (0, 0, 0)
 
 
-def test_a_fixed_number_of_leaves_is_spread_from_the_first_draft_on() -> None:
+def test_a_fixed_number_of_siblings_is_spread_from_the_first_draft_on() -> None:
     policy = FixedDepth(3, 5)
     assert [policy.siblings(depth) for depth in range(4)] == [(), (5,), (3, 2), (2, 2, 1)]
     assert policy.reason == "fixed at 3, a tree with 5 siblings"

@@ -60,8 +60,8 @@ def test_optional_drafts_take_the_number_that_is_cheapest_for_each_token() -> No
 
 
 def test_where_every_row_costs_as_much_as_the_first_nothing_is_drafted() -> None:
-    dear = Costs({1: 10.0, 16: 160.0}, {1: 1.0, 7: 2.0})
-    assert share_rows([DepthOffer((0.9, 0.8), True)] * 4, [7] * 4, 16, dear) == [0] * 4
+    expensive = Costs({1: 10.0, 16: 160.0}, {1: 1.0, 7: 2.0})
+    assert share_rows([DepthOffer((0.9, 0.8), True)] * 4, [7] * 4, 16, expensive) == [0] * 4
 
 
 def test_what_further_sequences_add_to_a_draft_keeps_some_of_them_out() -> None:

@@ -1,4 +1,4 @@
-"""Counters of a generation, and how they are told."""
+"""Counters of a generation, and how they are printed."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_a_deeper_round_lengthens_the_lists_and_a_shallower_one_does_not() -> No
     assert statistics.accepted == [2, 1, 0, 0]
 
 
-def test_leaves_are_counted_beside_the_drafts_and_told_where_there_were_some() -> None:
+def test_siblings_are_counted_beside_the_drafts_and_printed_where_there_were_some() -> None:
     statistics = example()
     statistics.count_round(drafted=2, accepted=1, emitted=3, siblings=2, accepted_siblings=1)
     statistics.count_round(drafted=2, accepted=0, emitted=1, siblings=3)
@@ -64,15 +64,15 @@ def test_a_new_statistics_divides_by_nothing() -> None:
 
 
 def test_as_dict_survives_json() -> None:
-    told = example().as_dict()
-    assert json.loads(json.dumps(told)) == told
-    assert told["generation_tokens"] == 7
-    assert told["accepted_length"] == 2.3333
-    assert told["acceptance"] == [1.0, 1.0, 0.0]
-    assert told["time_shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
-    assert (told["timed_rounds"], told["draft_seconds"], told["verify_seconds"]) == (2, 0.1, 0.6)
-    assert told["depth_reason"] == "fixed at 3"
-    assert (told["exact"], told["exact_reason"]) == (True, "rows were compared")
+    found = example().as_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["generation_tokens"] == 7
+    assert found["accepted_length"] == 2.3333
+    assert found["acceptance"] == [1.0, 1.0, 0.0]
+    assert found["time_shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
+    assert (found["timed_rounds"], found["draft_seconds"], found["verify_seconds"]) == (2, 0.1, 0.6)
+    assert found["depth_reason"] == "fixed at 3"
+    assert (found["exact"], found["exact_reason"]) == (True, "rows were compared")
 
 
 def test_the_summary_for_people() -> None:

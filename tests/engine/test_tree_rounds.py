@@ -7,11 +7,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from branch_drafter import BranchDrafter, BranchState
 from ranked_drafter import RankedDrafter, Ranks
 from scripted_drafters import plain, run
 from tiny_models import tiny_target
 
+from mlx_spec.decoding import noise
+from mlx_spec.decoding.accept import Greedy
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.drafters.base import Draft, SampleDraft, stack_drawn
+from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.costs import Costs
 from mlx_spec.errors import NonFiniteError, RequestError
@@ -53,11 +58,11 @@ def scripted(ranks: Ranks, sampling: Sampling = SAMPLERS[0], costs: Costs | None
         (
             "qwen3_5",
             {"num_draft_tokens": 3, "num_sibling_drafts": 2},
-            "tiny qwen3_5 has recurrent layers, which step through rows in one order: leave num_sibling_drafts out",
+            "has recurrent layers, which step through rows in one order: leave num_sibling_drafts out",
         ),
     ],
 )
-def test_leaves_that_cannot_be_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+def test_siblings_that_cannot_be_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     target = target_of(family)
     engine = Engine(target, RankedDrafter(target, PROMPT, lambda *_: 0))
     with pytest.raises(RequestError, match=message):
@@ -65,7 +70,7 @@ def test_leaves_that_cannot_be_are_refused(family: str, changes: dict[str, Any],
     assert target.pool.pages_in_use == 0
 
 
-def test_no_leaves_and_plain_decoding_may_be_asked_for_anywhere() -> None:
+def test_no_siblings_and_plain_decoding_may_be_asked_for_anywhere() -> None:
     target = target_of("qwen3_5")
     text = plain(target, Request(PROMPT, 10, num_sibling_drafts=3)).text
     engine = Engine(target, RankedDrafter(target, text, lambda *_: 0), Costs({1: 1.0}, {1: 0.1}))
@@ -74,7 +79,7 @@ def test_no_leaves_and_plain_decoding_may_be_asked_for_anywhere() -> None:
         assert done.text == text and done.statistics.sibling_drafts == 0
 
 
-def test_a_fork_may_have_leaves_of_its_own() -> None:
+def test_a_fork_may_have_siblings_of_its_own() -> None:
     engine = scripted(lambda proposal, index, position: int(index == 1))
     first = engine.start(Request(PROMPT, 30, 3))
     second = engine.fork(first, num_sibling_drafts=3)
@@ -84,6 +89,61 @@ def test_a_fork_may_have_leaves_of_its_own() -> None:
     for generation in (first, second):
         assert generation.tokens == text_of(SAMPLERS[0])[: len(generation.tokens)]
         engine.close(generation)
+
+
+class Undecided(BranchDrafter):
+    """Drafts from 16 candidates that are equally good, so that the noise of the rule alone orders them."""
+
+    def draft(self, state: BranchState, anchor: int, count: int, choose: SampleDraft) -> Draft:
+        ids = [candidates_at(state.position + 1 + index) for index in range(count)]
+        scores = mx.zeros((count, 16))
+        drawn = [choose(state.position + 1 + i, mx.array(ids[i]), scores[i]) for i in range(count)]
+        tokens = mx.stack([token for token, _ in drawn]).astype(mx.int32)
+        return Draft(tokens, mx.array(ids), stack_drawn([each for _, each in drawn]), {}, scores)
+
+
+def candidates_at(position: int) -> list[int]:
+    return [(5 * place + position) % 96 for place in range(16)]
+
+
+@pytest.mark.parametrize(("accept", "purpose"), [("coupled", noise.TOKEN), ("rejection", noise.DRAFT)])
+def test_siblings_come_next_in_the_order_in_which_the_draft_came_first(
+    accept: str, purpose: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the noise of the position for which they are drafted, and no other."""
+    target, passes = target_of(), list[list[int]]()
+    engine, forward = Engine(target, Undecided(target)), target.forward
+    sampling = Sampling(temp=0.8, seed=5, accept=accept)
+    generation = engine.start(Request(PROMPT, 30, 2, sampling, num_sibling_drafts=5))
+
+    def noted(batch: Any, *more: Any) -> Any:
+        passes.append(batch[0][1].tolist())
+        return forward(batch, *more)
+
+    monkeypatch.setattr(target, "forward", noted)
+    for rows in range(2):
+        at = len(generation.tokens)
+        engine.step(generation)
+        first, second = [], []
+        for drafted, position in ((first, at), (second, at + 1)):
+            ids = candidates_at(position)
+            values = np.array(noise.gumbel(5, position, purpose, 96 if accept == "coupled" else 16))
+            if accept == "coupled":
+                values = values[ids]
+            drafted += [ids[place] for place in np.argsort(-values)]
+        assert passes[rows][1:] == [first[0], second[0], *first[1:4], *second[1:3]]
+    engine.close(generation)
+
+
+def test_siblings_of_equal_candidates_do_not_repeat_the_draft() -> None:
+    """Equal values have no order of their own, and a drafter may have drawn any of them."""
+    ids, scores = mx.array([[4, 5, 6, 7]] * 4, dtype=mx.int32), mx.zeros((4, 4))
+    chain = Draft(mx.array([4, 5, 6, 7], dtype=mx.int32), ids, scores=scores)
+    tree = with_siblings(chain, (3, 3, 3, 3), Greedy().rank_candidates, 0)
+    tokens = tree.tokens.tolist()
+    assert [sorted([token, *tokens[4 + 3 * i : 7 + 3 * i]]) for i, token in enumerate(tokens[:4])] == ids.tolist()
+    # A tree of the drafter's own stays as it is.
+    assert with_siblings(tree, (1, 1, 1, 1), Greedy().rank_candidates, 0) is tree
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[:2], ids=["greedy", "coupled"])
@@ -115,9 +175,7 @@ def nan_in_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("siblings", [0, 3])
-def test_rows_that_do_not_stand_may_hold_nan(
-    sampling: Sampling, siblings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_rows_may_hold_nan(sampling: Sampling, siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding never computes them. Drafts are right up to the second, whose place a sibling takes."""
     engine = scripted(lambda proposal, index, position: int(index == 1), sampling)
     path = [0, 1, 5] if siblings else [0, 1]
@@ -158,7 +216,7 @@ def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.Monke
 
 
 def test_graphs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each number of rows, however they branch; MLX's operations stand in for a device's."""
+    """One for each number of rows, however they branch; MLX's operations run in place of a device's."""
     target, made = tiny_target("llama"), []
     monkeypatch.setattr("mlx_spec.target.target.is_traceable", lambda: True)
 

@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for measuring; one entry for each measurement."""
+    """Takes the place of measuring; one entry for each measurement."""
     calls: list[Any] = []
 
     def measure_instead(target: Target, drafter: DFlash2Drafter, progress: bool) -> Costs:

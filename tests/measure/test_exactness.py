@@ -1,4 +1,4 @@
-"""What an engine says of its rows, and which operations its work runs by."""
+"""What an engine knows of its rows, and which operations its work runs by."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from emulator import launcher
 from tiny_folders import write_dflash2, write_model
-from tiny_models import tiny_target
+from tiny_models import CONFIGS, tiny_target
 
 import mlx_spec.measure.exactness
 from metal_kernels.launching.implementations import VARIABLE, implementation, using
@@ -100,7 +100,7 @@ def test_a_model_is_checked_once(target: Target, cache: Path, checks: list[list[
     assert checks == [[2, 8], [2, 16]]
 
 
-def test_what_differs_is_said_and_kept(uneven: None, checks: list[list[int]]) -> None:
+def test_what_differs_is_named_and_kept(uneven: None, checks: list[list[int]]) -> None:
     found = checked_exactness(tiny_target("llama"), 8)
     assert not found.holds
     assert found.reason.startswith("position 29: row 2 of 8 differs by up to ")
@@ -108,8 +108,9 @@ def test_what_differs_is_said_and_kept(uneven: None, checks: list[list[int]]) ->
     assert len(checks) == 1
 
 
-def test_a_kernel_whose_rows_depend_on_each_other_is_found() -> None:
-    """One bit of one row of a projection, in passes of 8 rows."""
+def test_a_kernel_whose_rows_depend_on_each_other_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one row of a projection, in passes of 8 rows. The emulator is slow: one layer."""
+    monkeypatch.setitem(CONFIGS, "llama", dict(CONFIGS["llama"], num_hidden_layers=1))
 
     def faulty(kernel: Kernel) -> Launcher:
         def launch(**settings: Any) -> list[mx.array]:
@@ -131,7 +132,7 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [None, 5, [], {}, {"exact": True}, {"exact": "yes", "reason": ""}, {"exact": True, "reason": None}]
+    "entry", [None, {"exact": True}, {"exact": "yes", "reason": ""}, {"exact": True, "reason": None}]
 )
 def test_a_damaged_entry_is_checked_again(
     target: Target, cache: Path, checks: list[list[int]], entry: object
@@ -156,7 +157,7 @@ def test_the_key_names_what_runs(target: Target, monkeypatch: pytest.MonkeyPatch
     assert len(set(keys)) == len(keys)
 
 
-# ---- load and what statistics say
+# ---- load and statistics
 
 
 def test_loaded_models_are_exact_on_a_cpu(model: str, drafter: str, cache: Path) -> None:
@@ -168,18 +169,18 @@ def test_loaded_models_are_exact_on_a_cpu(model: str, drafter: str, cache: Path)
     assert sorted(sorted(entry) for entry in entries) == [["draft", "draft_more", "verify"], ["exact", "reason"]]
 
 
-def test_a_failed_check_is_said_and_generation_goes_on(model: str, drafter: str, uneven: None) -> None:
+def test_a_failed_check_is_reported_and_generation_goes_on(model: str, drafter: str, uneven: None) -> None:
     engine, tokenizer = load(model, drafter)
     assert engine.kernels == "stock"
     last = list(stream_generate(engine, tokenizer, "hello", max_tokens=6))[-1]
     assert last.generation_tokens == 6
-    told = last.statistics.as_dict()
-    assert told["exact"] is False
-    assert told["exact_reason"].startswith("position 29: row 2 of 8 differs")
-    assert f"Exact: no, {told['exact_reason']}" in str(last.statistics)
+    found = last.statistics.as_dict()
+    assert found["exact"] is False
+    assert found["exact_reason"].startswith("position 29: row 2 of 8 differs")
+    assert f"Exact: no, {found['exact_reason']}" in str(last.statistics)
 
 
-def test_exact_off_says_so_and_checks_nothing(model: str, drafter: str, checks: list[list[int]]) -> None:
+def test_exact_off_is_reported_and_checks_nothing(model: str, drafter: str, checks: list[list[int]]) -> None:
     engine, tokenizer = load(model, drafter, exact=False)
     assert (engine.exactness, engine.kernels, checks) == (OFF, "stock", [])
     assert generate(engine, tokenizer, "hello", max_tokens=6)
@@ -200,14 +201,14 @@ def test_an_unknown_implementation_is_refused_before_anything_is_loaded(monkeypa
 
 
 @pytest.mark.parametrize("exact", ["on", "off"])
-def test_the_command_tells_it(model: str, exact: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it(model: str, exact: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", model, "-m", "4", "--exact", exact]
     assert main(argv) == 0
     reason = EXACT.reason if exact == "on" else OFF.reason
     assert f"Exact: {'yes' if exact == 'on' else 'no'}, {reason}\n" in capsys.readouterr().err
     assert main([*argv, "--stats", "json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (told["exact"], told["exact_reason"]) == (exact == "on", reason)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["exact"], found["exact_reason"]) == (exact == "on", reason)
     assert main([*argv, "--verbose", "F"]) == 0
     assert capsys.readouterr().err == ""
 
