@@ -68,7 +68,7 @@ def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: An
 
 
 def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: SampleDraft = greedy) -> Draft:
-    """Draft behind a random prompt."""
+    """Draft after a random prompt."""
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
     one_draft.extend(drafter, state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
@@ -107,7 +107,7 @@ def scores_by_formula(selector: CandidateSelector, candidates: Candidates, t: in
 @pytest.mark.parametrize("step", [walk, walk_on_host])
 @pytest.mark.parametrize("seed", range(4))
 def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> None:
-    """A token is scored behind the one picked before it, the first behind the anchor, a candidate or not."""
+    """A token is scored after the one picked before it, the first after the anchor, a candidate or not."""
     selector, candidates = random_walk(seed)
     first = set(candidates.ids[0, 0].tolist())
     outside = next(i for i in range(96) if i not in first)

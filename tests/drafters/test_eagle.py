@@ -1,4 +1,4 @@
-"""EAGLE drafters in the engine: the law, steered drafts, windows, conversations that go on."""
+"""EAGLE drafters in the engine: lossless, steered drafts, windows, conversations that go on."""
 
 from collections.abc import Callable
 from functools import cache
@@ -154,7 +154,7 @@ def test_turns_with_reused_caches(kind: str, heads: Heads) -> None:
 
 
 def test_a_window_forgets_old_rows_and_asks_for_them_again(heads: Heads) -> None:
-    """Of 900 rows the window and a page are kept; going back behind these needs rows from a window earlier on."""
+    """Of 900 rows the window and a page are kept; going back before these needs rows from a window earlier on."""
     drafter = heads("windowed", "llama", None)
     state, done, before = drafter.open(), 0, drafter.pool.pages_in_use
     for size in [50] * 18:

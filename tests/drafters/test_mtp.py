@@ -1,4 +1,4 @@
-"""The MTP drafter in the engine: the law, steered drafts, conversations that go on, rounds that break off."""
+"""The MTP drafter in the engine: lossless, steered drafts, conversations that go on, rounds that break off."""
 
 from collections.abc import Callable
 from functools import cache
@@ -76,7 +76,7 @@ def test_an_mtp_drafter_changes_no_token(
 
 @pytest.mark.parametrize("wrong", range(8))
 def test_drafts_that_fail_at_each_position(wrong: int, heads: Any) -> None:
-    """Seven drafts a round of which the first ``wrong`` stand, and the state behind every round."""
+    """Seven drafts a round of which the first ``wrong`` are accepted, and the state after every round."""
     target, drafter = target_of("llama", None), heads("llama", None)
     text = plain_text("llama", None, "greedy")
     engine = Engine(target, Steered(drafter, text, right_then_wrong(wrong)))
@@ -130,7 +130,7 @@ def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) 
         assert generation.tokens == reference
         assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
         kept = generation.tokens if cut is None else generation.tokens[:cut]
-        # Another token stands where the unprocessed one would: nothing of it may have been cached.
+        # Another token takes the place of the unprocessed one: nothing of it may have been cached.
         prompt = [*kept[:-1], 91 + turn, *TOKENS[turn : turn + 20]] if cut != 0 else TOKENS[5:30]
         generation = go_on(engine, generation, prompt, len(kept) - 1 if cut != 0 else 0, 6)
         assert_like_fresh(drafter, target, generation.drafter_state, prompt)

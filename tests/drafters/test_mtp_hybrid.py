@@ -1,4 +1,4 @@
-"""A trained head over a trained hybrid, whose recurrent layers follow every accepted row: the law, and turns."""
+"""A trained head over a trained hybrid, whose recurrent layers follow every accepted row: lossless, and turns."""
 
 from dataclasses import replace
 from functools import cache

@@ -60,8 +60,8 @@ def test_a_tree_knows_its_paths(parents: tuple[int, ...]) -> None:
 def test_whether_the_runner_up_stands() -> None:
     tree = tree_of((0, 1, 2, 0, 0, 2))
     assert tree.chain == (0, 1, 2, 3)
-    told = {path: tree.runner_up(path) for path in ((0,), (0, 4), (0, 5), (0, 1), (0, 1, 2), (0, 1, 2, 6))}
-    assert told == {(0,): False, (0, 4): True, (0, 5): False, (0, 1): None, (0, 1, 2): False, (0, 1, 2, 6): True}
+    found = {path: tree.runner_up(path) for path in ((0,), (0, 4), (0, 5), (0, 1), (0, 1, 2), (0, 1, 2, 6))}
+    assert found == {(0,): False, (0, 4): True, (0, 5): False, (0, 1): None, (0, 1, 2): False, (0, 1, 2, 6): True}
     assert tree.runner_up((0, 1, 2, 3)) is None
     assert chain_of(3).runner_up((0, 1)) is None
     assert tree_of((0, 1, 2)) is chain_of(3)
@@ -73,15 +73,15 @@ def walk(parents: Sequence[int], drafts: Sequence[int], choices: Sequence[int]) 
     Siblings of one token are told apart by how far they lead, then by the row that they lead to.
     """
 
-    def behind(row: int) -> list[int]:
+    def deepest(row: int) -> list[int]:
         ways = [
-            behind(child)
+            deepest(child)
             for child, parent in enumerate(parents, 1)
             if parent == row and drafts[child - 1] == choices[row]
         ]
         return [row, *max(ways, key=lambda way: (len(way), -way[-1]), default=[])]
 
-    return behind(0)
+    return deepest(0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -89,7 +89,7 @@ def walk(parents: Sequence[int], drafts: Sequence[int], choices: Sequence[int]) 
 @example((0, 0, 0, 0, 0, 0, 3, 2), 245, "greedy")
 def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int, kind: str) -> None:
     random, count = np.random.default_rng(seed), len(parents)
-    # Few tokens: most rows have a child that stands.
+    # Few tokens: most rows have a child that is accepted.
     drafts, logits = random.integers(0, 2, count), random.normal(size=(count + 1, VOCAB))
     logits[:, 2:] -= 3
     finite = random.random(count + 1) < 0.8
@@ -109,7 +109,7 @@ def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int,
     assert [drafts[row - 1] for row in path[1:]] == [drafts[row - 1] for row in expected[1:]]
     assert values[count + 1] == choices[path[-1]]
     assert values[count + 2 :] == [0, int(finite[list(path)].all())]
-    # Each row of the path says the token behind it.
+    # Each row of the path emits the token after it.
     said = emitted_by_rows(outcome, tree).tolist()
     assert [said[row] for row in path] == [*(drafts[row - 1] for row in path[1:]), values[count + 1]]
 
@@ -186,7 +186,7 @@ def check_rows(target: Target, parents: tuple[int, ...], held: int) -> None:
 def test_a_row_of_a_tree_is_that_of_plain_decoding_and_its_path_is_committed_as_such(
     family: str, bits: int | None
 ) -> None:
-    """Behind a text whose page the rows leave, and which siblings the window of 40."""
+    """After a text whose page the rows leave, and which leaves the window of 40."""
     check_rows(target_of(family, bits), PARENTS[:6] if bits else PARENTS[:9], 29 if bits else 37)
 
 

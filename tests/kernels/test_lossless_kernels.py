@@ -22,7 +22,7 @@ from mlx_spec.engine import Engine, Request
 from mlx_spec.target import Target
 
 EMULATED = partial(launcher, check=False)
-# Prefilled by MLX's own operations; the text behind it siblings the windows of 24 and 40, and a page of 32.
+# Prefilled by MLX's own operations; the text after it leaves the windows of 24 and 40, and a page of 32.
 PROMPT = [int(t) for t in np.random.default_rng(4).integers(0, 90, 52)]
 NEW_TOKENS, DRAFTED_TOKENS = 16, 8
 SAMPLERS = {
