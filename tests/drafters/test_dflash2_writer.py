@@ -96,7 +96,7 @@ def test_a_context_cannot_begin_before_what_was_captured() -> None:
     assert (kv.base, kv.cursor) == (0, 0)
 
 
-def test_a_context_cannot_begin_behind_its_cursor() -> None:
+def test_a_context_cannot_begin_after_its_cursor() -> None:
     kv = filled(23, 10)
     with pytest.raises(PositionError, match="begin at position 9: its cursor is at 10"):
         kv.start_at(9, capture=0)
@@ -156,7 +156,7 @@ def test_rewinding_to_or_ahead_of_the_cursor_changes_nothing(position: int) -> N
 
 
 @pytest.mark.parametrize("keep", [None, 23])
-def test_rewinding_forgets_what_stood_behind(keep: int | None) -> None:
+def test_rewinding_forgets_what_came_after(keep: int | None) -> None:
     kv = filled(keep, 30)
     kv.rewind(25)
     assert kv.cursor == 25
@@ -264,7 +264,7 @@ def test_forks_hold_their_common_part_once_and_give_back_what_is_theirs() -> Non
     assert_holds(kv, None, np.array(numbered(0, 70)))
 
 
-def test_a_context_behind_a_gap_begins_at_its_position() -> None:
+def test_a_context_after_a_gap_begins_at_its_position() -> None:
     kv = new(23, 50)
     kv.append(50, numbered(50, 3))
     assert (kv.base, kv.cursor) == (50, 53)

@@ -57,7 +57,7 @@ def test_a_tree_knows_its_paths(parents: tuple[int, ...]) -> None:
         )
 
 
-def test_whether_the_runner_up_stands() -> None:
+def test_whether_the_runner_up_is_accepted() -> None:
     tree = tree_of((0, 1, 2, 0, 0, 2))
     assert tree.chain == (0, 1, 2, 3)
     found = {path: tree.runner_up(path) for path in ((0,), (0, 4), (0, 5), (0, 1), (0, 1, 2), (0, 1, 2, 6))}
@@ -114,7 +114,7 @@ def test_the_walk_is_that_of_the_definition(parents: tuple[int, ...], seed: int,
     assert [said[row] for row in path] == [*(drafts[row - 1] for row in path[1:]), values[count + 1]]
 
 
-def test_leaves_are_the_next_candidates_by_each_rules_own_order() -> None:
+def test_siblings_are_the_next_candidates_by_each_rules_own_order() -> None:
     ids = mx.array([[5, 3, 8, 1], [2, 7, 0, 4]], dtype=mx.int32)
     scores = mx.array([[0.1, 2.0, 1.5, -1.0], [0.3, 0.2, 0.5, 0.9]])
     for rule in (Greedy(), Coupled(4, 0.7, 9), Rejection(4, 0.7)):

@@ -110,7 +110,7 @@ def test_branches_change_no_token(family: str, drafter_folder: Path, monkeypatch
     ("family", "bits", "sampler"),
     [("llama_sliding", None, "greedy"), ("qwen3", 4, "coupled"), ("qwen3_moe", None, "coupled, penalties")],
 )
-def test_leaves_change_no_token(
+def test_siblings_change_no_token(
     family: str, bits: int | None, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three drafts and four siblings: passes of the 8 rows that all families share, in the graph of a device."""
@@ -146,7 +146,7 @@ def test_rows_of_a_pass_equal_one_row_at_a_time(family: str, bits: int | None) -
     sequence.free()
 
 
-def test_a_kernel_that_breaks_the_law_is_noticed(drafter_folder: Path) -> None:
+def test_a_kernel_that_is_not_batch_invariant_is_noticed(drafter_folder: Path) -> None:
     """Products of several rows that are a little too large."""
 
     def faulty(kernel: Kernel) -> Launcher:
