@@ -14,7 +14,7 @@ from mlx_spec.engine import Engine
 from mlx_spec.errors import ModelError
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 from mlx_spec.loading.drafter import AUTO, drafter_name, load_drafter
-from mlx_spec.loading.weights import fit_to_machine, on_cpu
+from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
 from mlx_spec.measure.costs import measured_costs
 from mlx_spec.measure.exactness import OFF, checked_exactness
 from mlx_spec.measure.wiring import check_wiring
@@ -54,9 +54,9 @@ def load(
     tokenizer_config: further arguments of the tokenizer.
     progress: show what is fetched and timed, on standard error.
 
-    Where MLX runs on the CPU, quantised weights are dequantised to bfloat16, unless that would take more than half
-    of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not quantised there
-    unless ``draft_bits`` says so.
+    Where MLX's own operations run on a CPU, quantised weights are dequantised to bfloat16, unless that would take
+    more than half of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not
+    quantised there unless ``draft_bits`` says so.
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated.
     """
     kernels = chosen_kernels(exact)
@@ -68,13 +68,16 @@ def load(
         tokenizer = load_tokenizer(folder, tokenizer_config or {})
     except Exception as error:
         raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
-    target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
+    with using(kernels):
+        target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
     source = DrafterSource(folder, model, config, config)
     name = drafter_name(model, drafter, source)
     found, label = None, ""
     if name is not None:
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
-        found = load_drafter(name, target, source, DrafterOptions(ids, draft_bits, on_cpu()), progress)
+        with using(kernels):
+            options = DrafterOptions(ids, draft_bits, quantized_is_slow())
+            found = load_drafter(name, target, source, options, progress)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     bound = None if found is None else found.drafter

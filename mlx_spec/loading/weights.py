@@ -7,11 +7,13 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
+from metal_kernels.launching.implementations import implementation
+
 
 def fit_to_machine(model: nn.Module) -> nn.Module:
     """Dequantise weights where that is faster, settle on one floating type, and evaluate the weights."""
     quantized = any(name.endswith(".scales") for name in dict(tree_flatten(model.parameters())))
-    dequantize = quantized and on_cpu() and dequantized_bytes(model) < memory_bytes() // 2
+    dequantize = quantized and quantized_is_slow() and dequantized_bytes(model) < memory_bytes() // 2
     kinds = len({weight.dtype for weight in castable(model).values()})
     if dequantize:
         model = dequantize_model(model)
@@ -22,10 +24,20 @@ def fit_to_machine(model: nn.Module) -> nn.Module:
 
 
 def castable(model: nn.Module) -> dict[str, mx.array]:
-    """Return the floating weights of a model by name, without those whose precision mlx-lm keeps (A_log, say)."""
+    """Return the floating weights of a model by name, without those whose precision is kept.
+
+    mlx-lm names some (A_log, say). The CPU library takes scales and biases of quantised weights in any type.
+    """
     may_cast = getattr(model, "cast_predicate", lambda name: True)
+    keeps_scales = implementation() == "cpu"
     weights = dict(tree_flatten(model.parameters()))
-    return {name: w for name, w in weights.items() if mx.issubdtype(w.dtype, mx.floating) and may_cast(name)}
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if mx.issubdtype(weight.dtype, mx.floating)
+        and may_cast(name)
+        and not (keeps_scales and name.endswith((".scales", ".biases")))
+    }
 
 
 def dequantized_bytes(model: nn.Module) -> int:
@@ -37,6 +49,11 @@ def dequantized_bytes(model: nn.Module) -> int:
 def memory_bytes() -> int:
     """Return the physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def quantized_is_slow() -> bool:
+    """Whether a quantised product costs as much per row as the first row: MLX's own on a CPU does."""
+    return on_cpu() and implementation() != "cpu"
 
 
 def on_cpu() -> bool:

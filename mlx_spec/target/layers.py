@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope
+from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope, rms_norm_rows
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated
@@ -28,8 +28,8 @@ class Norm:
         return Norm(module.weight, module.eps)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Norm rows [..., H]. MLX's kernel gives a row a threadgroup of its own, so rows are independent."""
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+        """Norm rows [..., H], see ``rms_norm_rows``."""
+        return rms_norm_rows(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)

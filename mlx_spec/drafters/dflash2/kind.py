@@ -14,7 +14,7 @@ KEYS = {"dflash_config", "speculators_model_type"}
 def load(source: DrafterSource, target: Target, options: DrafterOptions) -> DFlash2Drafter:
     """Load a checkpoint. Raises RequestError for options of heads."""
     options.refuse_for(source.name)
-    return load_dflash2(source.place, target, source.name, dequantize=options.on_cpu)
+    return load_dflash2(source.place, target, source.name, dequantize=options.dequantize)
 
 
 def claims(config: Mapping[str, Any]) -> bool:
