@@ -9,6 +9,7 @@ from metal_kernels.accept_rows import accept_rows as accept_rows
 from metal_kernels.argmax_rows import argmax_rows as argmax_rows
 from metal_kernels.attention_rows import Cached as Cached
 from metal_kernels.attention_rows import attention_rows as attention_rows
+from metal_kernels.attention_rows import joined_heads as joined_heads
 from metal_kernels.causal_conv_rows import Heads as Heads
 from metal_kernels.causal_conv_rows import causal_conv_advance as causal_conv_advance
 from metal_kernels.causal_conv_rows import causal_conv_replay as causal_conv_replay
@@ -29,6 +30,7 @@ from metal_kernels.logprob_rows import logprob_rows as logprob_rows
 from metal_kernels.moe_rows import Experts as Experts
 from metal_kernels.moe_rows import moe_rows as moe_rows
 from metal_kernels.norm_rope import context_kv as context_kv
+from metal_kernels.norm_rope import kv_sides as kv_sides
 from metal_kernels.norm_rope import qkv_norm_rope as qkv_norm_rope
 from metal_kernels.rms_norm_rows import rms_norm_rows as rms_norm_rows
 from metal_kernels.rope import Rope as Rope

@@ -148,6 +148,12 @@ def attention_rows(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
+def joined_heads(attended: mx.array) -> mx.array:
+    """Return heads [R, H, D] side by side, [R, H * D]."""
+    shape = (attended.shape[0], attended.shape[1] * attended.shape[2])
+    return cpu_library.copied(attended, shape) if implementation() == "cpu" else attended.reshape(shape)
+
+
 def reference_attention_rows(
     queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View
 ) -> mx.array:

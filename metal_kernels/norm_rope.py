@@ -39,8 +39,7 @@ def qkv_norm_rope(
     eps: what the norms add to the mean square.
     gated: each query head is followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
 
-    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, in the dtype of joined. Its halves
-    kv[:1] and kv[1:] are contiguous and cost nothing (kv[0], with MLX, is a copy).
+    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, see ``kv_sides``, in the dtype of joined.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     rows, slots = joined.shape[0], heads * (1 + gated) + 2 * kv_heads
@@ -62,6 +61,14 @@ def qkv_norm_rope(
     queries = queries[:, :: 1 + gated]
     queries = _composed(queries, query_weight, positions, rope, eps)
     return queries, mx.stack([_composed(keys, key_weight, positions, rope, eps), values])
+
+
+def kv_sides(kv: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the keys and the values, [R, KV, D] each, that ``qkv_norm_rope`` returned in one array."""
+    if implementation() == "cpu":
+        return cpu_library.copied(kv, kv.shape[1:]), cpu_library.copied(kv, kv.shape[1:], kv.nbytes // 2)
+    keys, values = mx.split(kv, 2)  # views; an index, with MLX, is a copy
+    return keys.squeeze(0), values.squeeze(0)
 
 
 def context_kv(projected: mx.array, weights: mx.array, positions: mx.array, rope: Rope, *, eps: float) -> mx.array:

@@ -96,6 +96,27 @@ INLINE vf load(int type, const void *p) {
 #endif
 }
 
+// GCC converts bytes lane by lane.
+INLINE vi widened_bytes(vb x) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, (int64_t)x));
+#else
+  return __builtin_convertvector(x, vi);
+#endif
+}
+
+// The first in lanes 0 to 7, the second in the lanes after them, if there are any.
+INLINE vu in_halves(uint32_t first, uint32_t second) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_mask_set1_epi32(_mm512_set1_epi32((int)first), 0xff00, (int)second);
+#else
+  (void)second;
+  return (vu){first, first, first, first, first, first, first, first};
+#endif
+}
+
 // Rounds to nearest, ties to even.
 INLINE void store(int type, void *p, vf x) {
   if (type == F32) {

@@ -43,19 +43,18 @@ INLINE vf unpacked(int bits, const uint8_t *row, size_t k) {
   if (bits == 8) {
     vb bytes;
     memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
+    return __builtin_convertvector(widened_bytes(bytes), vf);
   }
   uint64_t words[2] = {0};
   for (int i = 0; i < VL / 8; i++) memcpy(words + i, p + i * bits, (size_t)bits);
   vu q;
   if (bits <= 4) {
-    uint32_t a = (uint32_t)words[0], b = (uint32_t)words[1], n = (uint32_t)bits;
+    uint32_t n = (uint32_t)bits;
+    q = in_halves((uint32_t)words[0], (uint32_t)words[1]);
 #if defined(__AVX512F__)
-    q = (vu){a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
     q >>= (vu){0, n, 2 * n, 3 * n, 4 * n, 5 * n, 6 * n, 7 * n, 0, n, 2 * n, 3 * n, 4 * n, 5 * n, 6 * n, 7 * n};
 #else
-    (void)b;
-    q = (vu){a, a, a, a, a, a, a, a} >> (vu){0, n, 2 * n, 3 * n, 4 * n, 5 * n, 6 * n, 7 * n};
+    q >>= (vu){0, n, 2 * n, 3 * n, 4 * n, 5 * n, 6 * n, 7 * n};
 #endif
   } else {
     typedef uint64_t v8q __attribute__((vector_size(64)));

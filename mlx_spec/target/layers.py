@@ -5,7 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope, rms_norm_rows
+from metal_kernels import Linear, Rope, attention_rows, joined_heads, kv_sides, linear_rows
+from metal_kernels import qkv_norm_rope, rms_norm_rows
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated
@@ -81,8 +82,7 @@ class Attention:
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, mx.array]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
         projected, queries, keys_values = self.project(x, context.positions)
-        # Splitting keeps a view; an index would copy.
-        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
+        keys, values = kv_sides(keys_values)
         attended = attention_rows(
             queries,
             keys,
@@ -119,7 +119,7 @@ class Attention:
         if self.gated:
             pairs = projected[:, : 2 * self.heads * self.head_dim].reshape(*attended.shape[:2], 2, -1)
             attended = attended * mx.sigmoid(pairs[:, :, 1])
-        return linear_rows(attended.reshape(attended.shape[0], -1), self.output, residual=residual)
+        return linear_rows(joined_heads(attended), self.output, residual=residual)
 
 
 @dataclass(frozen=True)
