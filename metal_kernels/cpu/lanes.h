@@ -117,6 +117,24 @@ INLINE vu in_halves(uint32_t first, uint32_t second) {
 #endif
 }
 
+// 0, 1, 2, ... and the lanes of a table that the low bits of an index name.
+INLINE vu lane_numbers(void) {
+#if defined(__AVX512F__)
+  return (vu){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+  return (vu){0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+}
+
+INLINE vf looked_up(vf table, vu index) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#else
+  for (int i = 0; i < VL; i++) index[i] = (uint32_t)((vi)table)[index[i] % VL];
+  return (vf)index;
+#endif
+}
+
 // Rounds to nearest, ties to even.
 INLINE void store(int type, void *p, vf x) {
   if (type == F32) {

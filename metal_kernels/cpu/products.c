@@ -7,6 +7,7 @@
 
 enum {
   COLUMNS_ALONE = 8,  // weight rows that one row of x passes at a time
+  COLUMNS_FEW = 6,    // that few rows pass
   COLUMNS = 3,        // and that a tile of rows passes
   ROWS = VL == 16 ? 8 : 4,
   PIECE = 48,  // weight rows whose sums are finished together; a multiple of all above and of VL
@@ -29,6 +30,12 @@ typedef struct {
   size_t rows, padded;
 } Product;
 
+// Weight rows n to n + count - 1, and rows of x.
+typedef struct {
+  size_t n, count, row, rows;
+  float *groups, *sums;  // groups: room for scales and biases
+} Block;
+
 INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 INLINE size_t rounded_up(size_t count, size_t step) { return (count + step - 1) / step * step; }
 
@@ -38,12 +45,12 @@ INLINE const uint8_t *weight_row(const Weights *w, size_t n) {
 }
 
 // Numbers k to k + VL - 1 of a row packed by MLX: a stream of bits, the lowest first. Eight take ``bits`` bytes.
-INLINE vf unpacked(int bits, const uint8_t *row, size_t k) {
+INLINE vu unpacked(int bits, const uint8_t *row, size_t k) {
   const uint8_t *p = row + k / 8 * (size_t)bits;
   if (bits == 8) {
     vb bytes;
     memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(widened_bytes(bytes), vf);
+    return (vu)widened_bytes(bytes);
   }
   uint64_t words[2] = {0};
   for (int i = 0; i < VL / 8; i++) memcpy(words + i, p + i * bits, (size_t)bits);
@@ -68,86 +75,121 @@ INLINE vf unpacked(int bits, const uint8_t *row, size_t k) {
     }
     memcpy(&q, eight, sizeof q);
   }
-  return __builtin_convertvector((vi)(q & ((1u << bits) - 1)), vf);
+  return q & ((1u << bits) - 1);
 }
 
-// Sums of one row of x with ``count`` weight rows from n on.
-INLINE void alone(int bits, int type, const Weights *w, const float *x, size_t n, size_t count, float *sums) {
-  const uint8_t *rows[COLUMNS_ALONE];
-  vf sum[COLUMNS_ALONE];
-  UNROLL for (size_t j = 0; j < COLUMNS_ALONE; j++) {
-    rows[j] = weight_row(w, n + least(j, count - 1));
-    sum[j] = (vf){0};
+INLINE vf dequantised(vu q, vf scale, vf bias) { return fused(__builtin_convertvector((vi)q, vf), scale, bias); }
+
+// Where a vector holds all values that a weight of a group can have, it is a table of them.
+INLINE int has_table(int bits) { return bits <= 4 && VL == 16; }
+
+INLINE size_t groups_of(const Weights *w) { return w->bits ? w->depth / (size_t)w->group : 0; }
+
+// Scales and biases [count, groups] of weight rows from n on, as float32. Returns the biases; scales lie in ``out``.
+static const float *widen_groups(const Weights *w, size_t n, size_t count, float *out) {
+  size_t first = n * groups_of(w), all = count * groups_of(w);
+  float *biases = out + rounded_up(all, VL);
+  for (size_t i = 0; i < all; i += VL) {
+    store(F32, out + i, load_some(w->type, at(w->type, w->scales, first + i), all - i));
+    store(F32, biases + i, load_some(w->type, at(w->type, w->biases, first + i), all - i));
   }
+  return biases;
+}
+
+// Sums of up to ``tile`` rows of x with up to ``columns`` weight rows from n on, into sums[row * PIECE + column].
+// The last of both are taken again where there are fewer.
+INLINE void direct(int bits, int type, size_t tile, size_t columns, const Product *p, const Block *b) {
+  const Weights *w = &p->weights;
+  const uint8_t *weights[COLUMNS_ALONE];
+  const float *x[ROWS];
+  vf sum[ROWS][COLUMNS_ALONE];
+  UNROLL for (size_t j = 0; j < columns; j++) weights[j] = weight_row(w, b->n + least(j, b->count - 1));
+  UNROLL for (size_t r = 0; r < tile; r++) x[r] = p->x + (b->row + least(r, b->rows - 1)) * p->padded;
+  UNROLL for (size_t r = 0; r < tile; r++) UNROLL for (size_t j = 0; j < columns; j++) sum[r][j] = (vf){0};
   if (bits == 0) {
-    size_t k = 0;
-    for (; k + VL <= w->depth; k += VL) {
-      vf v = load(F32, x + k);
-      UNROLL for (int j = 0; j < COLUMNS_ALONE; j++) sum[j] = fused(load(type, at(type, rows[j], k)), v, sum[j]);
+    for (size_t k = 0; k < w->depth; k += VL) {
+      size_t here = w->depth - k;
+      UNROLL for (size_t j = 0; j < columns; j++) {
+        vf weight = load_some(type, at(type, weights[j], k), here);
+        UNROLL for (size_t r = 0; r < tile; r++) sum[r][j] = fused(weight, load(F32, x[r] + k), sum[r][j]);
+      }
     }
-    if (k < w->depth)
-      UNROLL for (int j = 0; j < COLUMNS_ALONE; j++)
-        sum[j] = fused(load_some(type, at(type, rows[j], k), w->depth - k), load(F32, x + k), sum[j]);
   } else {
-    size_t groups = w->depth / (size_t)w->group;
+    size_t groups = groups_of(w);
+    const float *biases = widen_groups(w, b->n, b->count, b->groups);
     for (size_t g = 0, k = 0; g < groups; g++) {
-      vf scale[COLUMNS_ALONE], bias[COLUMNS_ALONE];
-      UNROLL for (size_t j = 0; j < COLUMNS_ALONE; j++) {
-        size_t place = (n + least(j, count - 1)) * groups + g;
-        scale[j] = spread(number(type, w->scales, place));
-        bias[j] = spread(number(type, w->biases, place));
+      vf scale[COLUMNS_ALONE], bias[COLUMNS_ALONE], table[COLUMNS_ALONE];
+      UNROLL for (size_t j = 0; j < columns; j++) {
+        size_t place = least(j, b->count - 1) * groups + g;
+        scale[j] = spread(b->groups[place]);
+        bias[j] = spread(biases[place]);
+        if (has_table(bits)) table[j] = dequantised(lane_numbers(), scale[j], bias[j]);
       }
       for (size_t end = k + (size_t)w->group; k < end; k += VL) {
-        vf v = load(F32, x + k);
-        UNROLL for (int j = 0; j < COLUMNS_ALONE; j++)
-          sum[j] = fused(fused(unpacked(bits, rows[j], k), scale[j], bias[j]), v, sum[j]);
+        UNROLL for (size_t j = 0; j < columns; j++) {
+          vu q = unpacked(bits, weights[j], k);
+          vf weight = has_table(bits) ? looked_up(table[j], q) : dequantised(q, scale[j], bias[j]);
+          UNROLL for (size_t r = 0; r < tile; r++) sum[r][j] = fused(weight, load(F32, x[r] + k), sum[r][j]);
+        }
       }
     }
   }
-  for (size_t j = 0; j < count; j++) sums[j] = total(sum[j]);
+  UNROLL for (size_t r = 0; r < tile; r++)
+    if (r < b->rows)
+      UNROLL for (size_t j = 0; j < columns; j++) b->sums[r * PIECE + j] = total(sum[r][j]);
 }
 
 // Weight row n as float32.
-INLINE void widen(int bits, int type, const Weights *w, size_t n, float *out) {
+INLINE void widen(int bits, int type, const Weights *w, size_t n, float *room, float *out) {
   const uint8_t *row = weight_row(w, n);
   if (bits == 0) {
     for (size_t k = 0; k < w->depth; k += VL) store(F32, out + k, load_some(type, at(type, row, k), w->depth - k));
     return;
   }
-  size_t groups = w->depth / (size_t)w->group;
-  for (size_t g = 0, k = 0; g < groups; g++) {
-    vf scale = spread(number(type, w->scales, n * groups + g));
-    vf bias = spread(number(type, w->biases, n * groups + g));
+  const float *biases = widen_groups(w, n, 1, room);
+  for (size_t g = 0, k = 0; g < groups_of(w); g++) {
+    vf scale = spread(room[g]), bias = spread(biases[g]);
     for (size_t end = k + (size_t)w->group; k < end; k += VL)
-      store(F32, out + k, fused(unpacked(bits, row, k), scale, bias));
+      store(F32, out + k, dequantised(unpacked(bits, row, k), scale, bias));
   }
 }
 
-// Both for every kind of weights: BITS and TYPE become constants.
-#define WITH_KIND(w, CALL)             \
-  switch ((w)->bits) {                 \
-    case 0: WITH_TYPE(w, 0, CALL)      \
-    case 2: WITH_TYPE(w, 2, CALL)      \
-    case 3: WITH_TYPE(w, 3, CALL)      \
-    case 4: WITH_TYPE(w, 4, CALL)      \
-    case 5: WITH_TYPE(w, 5, CALL)      \
-    case 6: WITH_TYPE(w, 6, CALL)      \
-    case 8: WITH_TYPE(w, 8, CALL)      \
-  }
-#define WITH_TYPE(w, BITS, CALL)           \
-  switch ((w)->type) {                     \
-    case BF16: CALL(BITS, BF16); return;   \
-    case F16: CALL(BITS, F16); return;     \
-    default: CALL(BITS, F32); return;      \
+// For every kind of weights: BITS and, of plain ones, TYPE become constants.
+#define WITH_KIND(w, CALL)                                      \
+  switch ((w)->bits ? (w)->bits : -(w)->type) {                 \
+    case -BF16: CALL(0, BF16); return;                          \
+    case -F16: CALL(0, F16); return;                            \
+    case -F32: CALL(0, F32); return;                            \
+    case 2: CALL(2, 0); return;                                 \
+    case 3: CALL(3, 0); return;                                 \
+    case 4: CALL(4, 0); return;                                 \
+    case 5: CALL(5, 0); return;                                 \
+    case 6: CALL(6, 0); return;                                 \
+    default: CALL(8, 0); return;                                \
   }
 
-static void sums_of_one(const Weights *w, const float *x, size_t n, size_t count, float *sums) {
-#define ALONE(BITS, TYPE) alone(BITS, TYPE, w, x, n, count, sums)
-  WITH_KIND(w, ALONE)
+static void direct_1(const Product *p, const Block *b) {
+#define DIRECT_1(BITS, TYPE) direct(BITS, TYPE, 1, COLUMNS_ALONE, p, b)
+  WITH_KIND(&p->weights, DIRECT_1)
 }
 
-static void widen_row(const Weights *w, size_t n, float *out) {
-#define WIDEN(BITS, TYPE) widen(BITS, TYPE, w, n, out)
+static void direct_2(const Product *p, const Block *b) {
+#define DIRECT_2(BITS, TYPE) direct(BITS, TYPE, 2, COLUMNS_FEW, p, b)
+  WITH_KIND(&p->weights, DIRECT_2)
+}
+
+static void direct_4(const Product *p, const Block *b) {
+#define DIRECT_4(BITS, TYPE) direct(BITS, TYPE, 4, COLUMNS_FEW, p, b)
+  WITH_KIND(&p->weights, DIRECT_4)
+}
+
+static void direct_rows(const Product *p, const Block *b) {
+#define DIRECT_ROWS(BITS, TYPE) direct(BITS, TYPE, ROWS, COLUMNS, p, b)
+  WITH_KIND(&p->weights, DIRECT_ROWS)
+}
+
+static void widen_row(const Weights *w, size_t n, float *room, float *out) {
+#define WIDEN(BITS, TYPE) widen(BITS, TYPE, w, n, room, out)
   WITH_KIND(w, WIDEN)
 }
 
@@ -187,16 +229,23 @@ static size_t panel_rows(size_t padded) {
 }
 
 // Sums of all rows with ``count`` <= PIECE weight rows from n on, into sums[row * PIECE + column].
-static void sums_of(const Product *p, size_t n, size_t count, float *panel, float *sums) {
-  if (p->rows == 1) {
-    for (size_t j = 0; j < count; j += COLUMNS_ALONE)
-      sums_of_one(&p->weights, p->x, n + j, least(COLUMNS_ALONE, count - j), sums + j);
+static void sums_of(const Product *p, size_t n, size_t count, float *groups, float *panel, float *sums) {
+  if (p->rows <= ROWS) {
+    size_t columns = p->rows == 1 ? COLUMNS_ALONE : p->rows <= 4 && VL == 16 ? COLUMNS_FEW : COLUMNS;
+    for (size_t j = 0; j < count; j += columns) {
+      Block b = {n + j, least(columns, count - j), 0, p->rows, groups, sums + j};
+      if (p->rows == 1) direct_1(p, &b);
+      else if (p->rows == 2) direct_2(p, &b);
+      else if (p->rows <= 4) direct_4(p, &b);
+      else direct_rows(p, &b);
+    }
     return;
   }
-  size_t width = p->rows > ROWS ? panel_rows(p->padded) : COLUMNS;
+  size_t width = panel_rows(p->padded);
   for (size_t j = 0; j < count; j += width) {
     size_t here = rounded_up(least(width, count - j), COLUMNS);
-    for (size_t i = 0; i < here; i++) widen_row(&p->weights, n + least(j + i, count - 1), panel + i * p->padded);
+    for (size_t i = 0; i < here; i++)
+      widen_row(&p->weights, n + least(j + i, count - 1), groups, panel + i * p->padded);
     for (size_t r = 0; r < p->rows; r += ROWS)
       for (size_t i = 0; i < here; i += COLUMNS)
         tile_of(least(ROWS, p->rows - r), p->x + r * p->padded, panel + i * p->padded, p->padded,
@@ -224,12 +273,15 @@ static void finish(const Product *p, size_t n, size_t count, const float *sums, 
 
 static void product_part(const void *what, size_t first, size_t last, int thread) {
   const Product *p = what;
-  size_t width = p->weights.outputs / 2, panel = panel_rows(p->padded) * p->padded, room = p->rows * PIECE;
-  float *memory = scratch(thread, panel + 2 * room), *sums = memory + panel, *ups = sums + room;
+  size_t width = p->weights.outputs / 2, room = p->rows * PIECE;
+  size_t panel_floats = p->rows > ROWS ? panel_rows(p->padded) * p->padded : 0;
+  size_t group_floats = 2 * rounded_up(COLUMNS_ALONE * groups_of(&p->weights), VL);
+  float *groups = scratch(thread, group_floats + panel_floats + 2 * room), *panel = groups + group_floats;
+  float *sums = panel + panel_floats, *ups = sums + room;
   for (size_t n = first; n < last; n += PIECE) {
     size_t count = least(PIECE, last - n);
-    sums_of(p, n, count, memory, sums);
-    if (p->gated) sums_of(p, width + n, count, memory, ups);
+    sums_of(p, n, count, groups, panel, sums);
+    if (p->gated) sums_of(p, width + n, count, groups, panel, ups);
     finish(p, n, count, sums, ups);
   }
 }
@@ -276,7 +328,7 @@ static void gather_part(const void *what, size_t first, size_t last, int thread)
   const Gather *g = what;
   for (size_t item = first; item < last; item++) {
     size_t pair = item / g->chunks, n = item % g->chunks * g->chunk, outputs = outputs_of(&g->product);
-    size_t groups = g->product.weights.bits ? g->product.weights.depth / (size_t)g->product.weights.group : 0;
+    size_t groups = groups_of(&g->product.weights);
     size_t skipped = (size_t)g->experts[pair] * g->product.weights.outputs;
     Product p = g->product;
     p.weights.numbers = weight_row(&p.weights, skipped);

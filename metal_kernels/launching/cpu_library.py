@@ -40,8 +40,7 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function with addresses of arrays, None and numbers; the last array or arrays are written."""
     note_launch(name)
     kept = [dense(x) if isinstance(x, mx.array) else x for x in arguments]
-    library = _loaded()[0]
-    getattr(library, name)(*(address(x) if isinstance(x, mx.array) else x for x in kept))
+    getattr(_loaded()[0], name)(*[address(x) if isinstance(x, mx.array) else x for x in kept])
 
 
 def set_threads(count: int) -> None:

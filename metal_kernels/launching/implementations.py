@@ -17,6 +17,7 @@ from metal_kernels.launching.launch import can_launch, is_emulated
 
 Implementation = Literal["native", "stock", "reference", "cpu"]
 VARIABLE = "MLX_SPEC_KERNELS"
+NAMES = get_args(Implementation)
 
 # Of the thread, or the task: a server's engines may run by different implementations at the same time.
 _wanted: ContextVar[Implementation | None] = ContextVar("wanted", default=None)
@@ -29,7 +30,7 @@ def implementation() -> Implementation:
     and for cpu where it does not run.
     """
     wanted = _wanted.get() or os.environ.get(VARIABLE) or None
-    if wanted not in (None, *get_args(Implementation)):
+    if wanted not in (None, *NAMES):
         raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock, reference or cpu.")
     if wanted in (None, "native") and can_launch():
         return "native"
