@@ -154,8 +154,9 @@ INLINE void store(int type, void *p, vf x) {
     Quarters wide = {x};
     for (int i = 0; i < VL / 4; i++) {
       float16x4_t part = vcvt_f16_f32((float32x4_t)wide.quarter[i]);
-      memcpy((char *)&half + i * 8, &part, 8);
+      memcpy((char *)p + i * 8, &part, 8);
     }
+    return;
 #endif
   }
   memcpy(p, &half, sizeof half);
