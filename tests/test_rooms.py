@@ -58,7 +58,9 @@ ROOT_FILES = {"__init__.py", "bench.py", "cache_folder.py", "check.py", "errors.
 
 def level_of() -> dict[str, int]:
     """Return the level of every module that is named above."""
-    return {f"{room}.{name}": i for i, level in enumerate(LEVELS) for room in level for name in level[room].split()}
+    return {
+        f"{room}.{name}": i for i, level in enumerate(LEVELS) for room in level for name in level[room].split()
+    }
 
 
 def files() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Compiles the C text of ``metal_kernels/cpu`` once for this machine, and keeps the library in the cache folder."""
+"""Compiles the C text of ``cpu/`` once for this machine, and keeps the library in the cache folder."""
 
 import hashlib
 import os

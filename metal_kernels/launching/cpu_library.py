@@ -48,12 +48,12 @@ def set_threads(count: int) -> None:
     _loaded()[0].cpu_threads(count)
 
 
-def dense(x: mx.array) -> mx.array:
+def dense(x: Any) -> mx.array:
     """Evaluate an array and return it, or a copy where it has gaps in memory."""
     return x if memoryview(x).c_contiguous else mx.contiguous(x)
 
 
-def address(x: mx.array) -> int | None:
+def address(x: Any) -> int | None:
     """Return where the numbers of a dense array lie, as long as someone holds it; None for none."""
     return c.addressof(c.c_char.from_buffer(x)) if x.size else None
 
@@ -64,10 +64,11 @@ def empty(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def copied(x: mx.array, shape: tuple[int, ...], offset: int = 0) -> mx.array:
-    """Return the numbers of x from a byte on, in another shape: MLX takes longer to evaluate a view of few rows."""
+    """Return the numbers of x from a byte on, in another shape; to evaluate a view of few rows takes MLX longer."""
     x, out = dense(x), empty(shape, x.dtype)
-    if out.size:
-        c.memmove(address(out), (address(x) or 0) + offset, out.nbytes)
+    start, place = address(x), address(out)
+    if start is not None and place is not None:
+        c.memmove(place, start + offset, out.nbytes)
     return out
 
 

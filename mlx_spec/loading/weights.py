@@ -18,26 +18,19 @@ def fit_to_machine(model: nn.Module) -> nn.Module:
     if dequantize:
         model = dequantize_model(model)
     if dequantize or kinds > 1:
-        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in castable(model).items()]))
+        weights = castable(model)
+        if implementation() == "cpu":  # whose library takes scales and biases of any type as they are
+            weights = {name: w for name, w in weights.items() if not name.endswith((".scales", ".biases"))}
+        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in weights.items()]))
     mx.eval(model.parameters())
     return model
 
 
 def castable(model: nn.Module) -> dict[str, mx.array]:
-    """Return the floating weights of a model by name, without those whose precision is kept.
-
-    mlx-lm names some (A_log, say). The CPU library takes scales and biases of quantised weights in any type.
-    """
+    """Return the floating weights of a model by name, without those whose precision mlx-lm keeps (A_log, say)."""
     may_cast = getattr(model, "cast_predicate", lambda name: True)
-    keeps_scales = implementation() == "cpu"
     weights = dict(tree_flatten(model.parameters()))
-    return {
-        name: weight
-        for name, weight in weights.items()
-        if mx.issubdtype(weight.dtype, mx.floating)
-        and may_cast(name)
-        and not (keeps_scales and name.endswith((".scales", ".biases")))
-    }
+    return {name: w for name, w in weights.items() if mx.issubdtype(w.dtype, mx.floating) and may_cast(name)}
 
 
 def dequantized_bytes(model: nn.Module) -> int:

@@ -5,8 +5,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, attention_rows, joined_heads, kv_sides, linear_rows
-from metal_kernels import qkv_norm_rope, rms_norm_rows
+from metal_kernels import (
+    Linear,
+    Rope,
+    attention_rows,
+    joined_heads,
+    kv_sides,
+    linear_rows,
+    qkv_norm_rope,
+    rms_norm_rows,
+)
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated

@@ -75,7 +75,9 @@ def test_the_command_on_a_cpu_without_a_compiler(few_cases: None, monkeypatch: p
         words = kernels_in_words()
     finally:
         cpu_library._loaded.cache_clear()
-    assert words.startswith("Native kernels do not run on Device(cpu, 0), they need an Apple or NVIDIA GPU: MLX's own ")
+    assert words.startswith(
+        "Native kernels do not run on Device(cpu, 0), they need an Apple or NVIDIA GPU: MLX's own "
+    )
     assert words.endswith("a C compiler is needed; no-such-compiler was not found (set CC to name another).")
 
 

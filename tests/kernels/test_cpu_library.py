@@ -127,7 +127,11 @@ def test_a_cache_that_cannot_be_written(fresh: None, tmp_path: Path, monkeypatch
 def test_the_cache_folder_is_that_of_mlx_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_spec.cache_folder import cache_folder
 
-    for name, value in (("MLX_SPEC_CACHE", str(tmp_path)), ("MLX_SPEC_CACHE", ""), ("XDG_CACHE_HOME", str(tmp_path))):
+    for name, value in (
+        ("MLX_SPEC_CACHE", str(tmp_path)),
+        ("MLX_SPEC_CACHE", ""),
+        ("XDG_CACHE_HOME", str(tmp_path)),
+    ):
         monkeypatch.setenv(name, value)
         assert cpu_build.cache_folder() == cache_folder()
 
@@ -191,7 +195,9 @@ def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
     empty_program = tmp_path / "empty.c"
     empty_program.write_text("int main(void) { return 0; }\n")
     try:
-        trial = subprocess.run(["cc", flag, str(empty_program), "-o", str(program)], capture_output=True, timeout=60)
+        trial = subprocess.run(
+            ["cc", flag, str(empty_program), "-o", str(program)], capture_output=True, timeout=60
+        )
         runs = trial.returncode == 0 and subprocess.run([str(program)], timeout=60).returncode == 0
     except FileNotFoundError:
         pytest.skip("needs a C compiler, cc")

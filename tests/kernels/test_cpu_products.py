@@ -12,7 +12,7 @@ from oracles.products_numpy import as_numpy, assert_rounded_once, dequantised, f
 from metal_kernels.launching.cores import usable_cores
 from metal_kernels.launching.cpu_library import copied, set_threads
 from metal_kernels.launching.implementations import using
-from metal_kernels.linear import Linear
+from metal_kernels.linear import Linear, Quantization
 from metal_kernels.linear_rows import linear_rows
 from metal_kernels.row_products import BITS, FLOATS, suits_cpu
 
@@ -32,7 +32,9 @@ def random(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
     return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
 
 
-def linear_of(rng: np.random.Generator, outputs: int, depth: int, bits: int, dtype: mx.Dtype, **other: Any) -> Linear:
+def linear_of(
+    rng: np.random.Generator, outputs: int, depth: int, bits: int, dtype: mx.Dtype, **other: Any
+) -> Linear:
     """Weights of ``dtype``, or of 0 to 8 bits with scales of the type ``scales`` in groups of ``group``."""
     weight = random(rng, outputs, depth, dtype=mx.float32) * depth**-0.5
     bias = random(rng, outputs, dtype=dtype) if other.get("bias", True) else None
@@ -41,7 +43,9 @@ def linear_of(rng: np.random.Generator, outputs: int, depth: int, bits: int, dty
     else:
         group = other.get("group", 32)
         packed, *parts = mx.quantize(weight, group, bits)
-        linear = Linear.affine(packed, *(part.astype(other.get("scales", dtype)) for part in parts), group, bits, bias)
+        linear = Linear.affine(
+            packed, *(part.astype(other.get("scales", dtype)) for part in parts), group, bits, bias
+        )
     mx.eval(*linear.tensors.values())
     return linear
 
@@ -88,7 +92,7 @@ def test_no_further_from_float64_than_stock(dtype: str, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_its_bits_whatever_the_pass(dtype: str) -> None:
-    """Thousands of random cases: any rows of a pass of 1 to 40, in 1 to 3 threads, gated or not, of any weights."""
+    """Thousands of random cases: rows of passes of 1 to 40, in 1 to 3 threads, gated or not, of any weights."""
     rng, kind = np.random.default_rng(1), DTYPES[dtype]
     depths = {0: (40, 72, 576), **dict.fromkeys(BITS, (64, 160, 576))}
     linears = [linear_of(rng, 50, depth, bits, kind) for bits, each in depths.items() for depth in each]
@@ -139,8 +143,6 @@ def test_two_threads_may_call_at_once() -> None:
 def test_what_the_library_does_not_take_is_left_to_mlx() -> None:
     x = mx.ones((2, 64), dtype=mx.bfloat16)
     weight, scales = mx.quantize(mx.ones((8, 64)), group_size=32, bits=4, mode="mxfp4")
-    from metal_kernels.linear import Quantization
-
     other = Linear(weight, scales, quantization=Quantization(32, 4, "mxfp4"))
     assert not suits_cpu(x, other)
     assert linear_rows(x, other).shape == (2, 8)
