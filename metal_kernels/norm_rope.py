@@ -39,7 +39,8 @@ def qkv_norm_rope(
     eps: what the norms add to the mean square.
     gated: each query head is followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
 
-    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array (see ``kv_sides``), in joined's dtype.
+    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, which ``kv_sides`` takes apart, in
+    the dtype of joined.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     rows, slots = joined.shape[0], heads * (1 + gated) + 2 * kv_heads

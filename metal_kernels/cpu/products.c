@@ -1,15 +1,16 @@
 // Linear maps of any number of rows. A weight is read once for all rows; sums are float32 and rounded once.
 //
-// A sum runs over k in VL lanes, ascending, then over the lanes in a fixed order: it depends on k alone. One row
-// takes weights from memory to its sums. More rows take them from a panel of widened weights, by the same steps.
+// A sum runs over k in VL lanes, ascending, then over the lanes in a fixed order: it depends on k alone. Up to ROWS
+// rows take weights from memory to their sums. More take them from a panel of widened weights, by the same steps.
 #include "lanes.h"
 #include "threads.h"
 
 enum {
-  COLUMNS_ALONE = 8,  // weight rows that one row of x passes at a time
-  COLUMNS_FEW = 6,    // that few rows pass
-  COLUMNS = 3,        // and that a tile of rows passes
-  ROWS = VL == 16 ? 8 : 4,
+  ROWS = VL == 16 ? 8 : 4,  // rows of x in a tile
+  // Weight rows that one row of x, few rows or a tile of rows pass at a time, so that the sums fill the registers.
+  COLUMNS_ALONE = 8,
+  COLUMNS_FEW = VL == 16 ? 6 : 3,
+  COLUMNS = 3,
   PIECE = 48,  // weight rows whose sums are finished together; a multiple of all above and of VL
   PANEL_FLOATS = 1 << 16,
 };
@@ -231,7 +232,7 @@ static size_t panel_rows(size_t padded) {
 // Sums of all rows with ``count`` <= PIECE weight rows from n on, into sums[row * PIECE + column].
 static void sums_of(const Product *p, size_t n, size_t count, float *groups, float *panel, float *sums) {
   if (p->rows <= ROWS) {
-    size_t columns = p->rows == 1 ? COLUMNS_ALONE : p->rows <= 4 && VL == 16 ? COLUMNS_FEW : COLUMNS;
+    size_t columns = p->rows == 1 ? COLUMNS_ALONE : p->rows <= 4 ? COLUMNS_FEW : COLUMNS;
     for (size_t j = 0; j < count; j += columns) {
       Block b = {n + j, least(columns, count - j), 0, p->rows, groups, sums + j};
       if (p->rows == 1) direct_1(p, &b);

@@ -64,7 +64,7 @@ def empty(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def copied(x: mx.array, shape: tuple[int, ...], offset: int = 0) -> mx.array:
-    """Return the numbers of x from a byte on, in another shape; to evaluate a view of few rows takes MLX longer."""
+    """Return the numbers of x from a byte on, in another shape: MLX takes longer to evaluate a view."""
     x, out = dense(x), empty(shape, x.dtype)
     start, place = address(x), address(out)
     if start is not None and place is not None:

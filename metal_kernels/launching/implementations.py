@@ -26,8 +26,8 @@ _wanted: ContextVar[Implementation | None] = ContextVar("wanted", default=None)
 def implementation() -> Implementation:
     """Return what runs now: what ``using`` or the environment asks for, else the best that this machine can.
 
-    That is native on a GPU, and cpu on a CPU where the library compiles. Raises ValueError for an unknown name, and
-    for cpu where it does not run.
+    That is native on a GPU, and cpu on a CPU where the library compiles. Raises ValueError for an unknown name,
+    and for cpu where it does not run.
     """
     wanted = _wanted.get() or os.environ.get(VARIABLE) or None
     if wanted not in (None, *NAMES):
