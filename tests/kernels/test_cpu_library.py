@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_kernels import Cached, attention_rows
 from metal_kernels.launching import cores, cpu_build, cpu_library
 from metal_kernels.launching.cores import usable_cores
 from metal_kernels.launching.cpu_library import address, copied, dense, empty, missing
@@ -209,3 +210,10 @@ def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
     environment = os.environ | {"TSAN_OPTIONS": "die_after_fork=0"}
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, env=environment)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_attention_reads_no_page_beyond_the_table() -> None:
+    rows, pool = mx.zeros((1, 2, 32)), mx.zeros((1, 1, 2, 32, 2, 32))
+    cached = Cached(mx.zeros((1, 1), dtype=mx.int32), mx.array([33], dtype=mx.int32), (1,))
+    with pytest.raises(ValueError, match="Pages for 33 cached positions are needed; these hold 32"):
+        attention_rows(rows, rows, rows, pool, 0, cached, scale=1.0)
