@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 import mlx.core as mx
 
@@ -217,7 +218,7 @@ def _native(call: Call) -> mx.array:
 
 def _cpu(call: Call) -> mx.array:
     queries, pool, cached, view, types = call.queries, call.pool, call.cached, call.view, cpu_library.TYPES
-    longest, places = max(cached.lengths.tolist()), cached.pages.shape[1] * pool.shape[3]
+    longest, places = max(cast(list[int], cached.lengths.tolist())), cached.pages.shape[1] * pool.shape[3]
     if longest > places:
         raise ValueError(f"Pages for {longest} cached positions are needed; these hold {places}.")
     out = cpu_library.empty(queries.shape, queries.dtype)
