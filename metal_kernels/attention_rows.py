@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.constants import floats, ints
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
@@ -130,11 +132,13 @@ def attention_rows(
     Returns [R, H, D] in the dtype of the queries. In sequences of up to 16 rows the kernel gives a row the same
     bits whatever other rows the pass has, whichever of its keys are cached, and wherever their pages lie:
     positions are reduced in pieces that begin at fixed ones. Sequences of more rows (prompts) go through MLX's
-    attention.
+    attention, except on a CPU, where our C text takes any number.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     call = Call(queries, keys, values, pool, layer, cached, View(scale, window, softcap, sinks, block), paths)
     _check(call)
+    if implementation() == "cpu":
+        return _cpu(call)
     is_native, counts = implementation() == "native", cached.counts
     if is_native and max(counts) <= MAX_VERIFY_ROWS:
         return _native(call)
@@ -143,6 +147,12 @@ def attention_rows(
         for index, count in enumerate(counts)
     ]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def joined_heads(attended: mx.array) -> mx.array:
+    """Return heads [R, H, D] side by side, [R, H * D]."""
+    shape = (attended.shape[0], attended.shape[1] * attended.shape[2])
+    return cpu_library.copied(attended, shape) if implementation() == "cpu" else attended.reshape(shape)
 
 
 def reference_attention_rows(
@@ -202,6 +212,25 @@ def _native(call: Call) -> mx.array:
         threads=(-(-dim // 32) * 32, 1, 1),
         shapes=[queries.shape],
         dtypes=[queries.dtype],
+    )
+    return out
+
+
+def _cpu(call: Call) -> mx.array:
+    queries, pool, cached, view, types = call.queries, call.pool, call.cached, call.view, cpu_library.TYPES
+    longest, places = max(cast(list[int], cached.lengths.tolist())), cached.pages.shape[1] * pool.shape[3]
+    if longest > places:
+        raise ValueError(f"Pages for {longest} cached positions are needed; these hold {places}.")
+    out = cpu_library.empty(queries.shape, queries.dtype)
+    strides = dict(_strides(pool))
+    cpu_library.call(
+        "cpu_attention",
+        *(queries, call.keys, call.values, types[queries.dtype], pool, call.layer * strides["LAYER_STRIDE"]),
+        *(cached.pages, cached.lengths, _starts(cached.counts), call.paths),
+        *(view.sinks, 0 if view.sinks is None else types[view.sinks.dtype], out),
+        *(*queries.shape[:2], call.keys.shape[1], queries.shape[2], len(cached.counts), cached.pages.shape[1]),
+        *(pool.shape[3], strides["PAGE_STRIDE"], strides["VALUE_STRIDE"]),
+        *(view.window or 0, view.block, view.scale, view.softcap or 0.0),
     )
     return out
 

@@ -193,7 +193,11 @@ def _stock(window: mx.array, weight: mx.array) -> mx.array:
     return mx.conv1d(window, weight[..., None], groups=weight.shape[0])
 
 
-CONVOLUTIONS: dict[str, Callable[[mx.array, mx.array], mx.array]] = {"stock": _stock, "reference": _formula}
+CONVOLUTIONS: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
+    "stock": _stock,
+    "cpu": _stock,
+    "reference": _formula,
+}
 
 
 def _by_sequence(

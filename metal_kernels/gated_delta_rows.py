@@ -207,7 +207,7 @@ def _stock(
     return y, new_state
 
 
-UPDATES: dict[str, Update] = {"stock": _stock, "reference": _formula}
+UPDATES: dict[str, Update] = {"stock": _stock, "cpu": _stock, "reference": _formula}
 
 
 def _by_sequence(

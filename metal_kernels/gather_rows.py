@@ -2,10 +2,11 @@
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 from metal_kernels.linear import Linear
-from metal_kernels.row_products import FLOATS, check_dense, check_quantized, finish, geometry
+from metal_kernels.row_products import FLOATS, check_dense, check_quantized, cpu_weights, finish, geometry
 
 QUANTIZED = Kernel(
     "gather_qmm_rows",
@@ -52,6 +53,8 @@ def gather_rows(
     chosen = implementation()
     if chosen == "native":
         return _native(x, linear, experts, gated)
+    if chosen == "cpu":
+        return _cpu(x, linear, experts, gated)
     if chosen == "reference":
         return reference_gather_rows(x, linear, experts, gated)
     return finish(_stock(x, linear, experts).squeeze(-2), None, None, gated).astype(x.dtype)
@@ -107,6 +110,17 @@ def _native(x: mx.array, linear: Linear, experts: mx.array, gated: bool) -> mx.a
         threads=(cut.threads, 1, 1),
         shapes=[(count, each, outputs // 2 if gated else outputs)],
         dtypes=[x.dtype],
+    )
+    return out
+
+
+def _cpu(x: mx.array, linear: Linear, experts: mx.array, gated: bool) -> mx.array:
+    (count, each), outputs = experts.shape, linear.size
+    out = cpu_library.empty((count, each, outputs // 2 if gated else outputs), x.dtype)
+    cpu_library.call(
+        "cpu_gather",
+        *(x, cpu_library.TYPES[x.dtype], count * each, each if x.ndim == 2 else 1, experts),
+        *(*cpu_weights(linear), x.shape[-1], outputs, gated, out),
     )
     return out
 

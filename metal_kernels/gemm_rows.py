@@ -13,6 +13,7 @@ from metal_kernels.row_products import (
     check_dense,
     check_fused,
     check_rows,
+    cpu_product,
     finish,
     geometry,
     launch_product,
@@ -55,6 +56,8 @@ def gemm_rows(
     chosen = implementation()
     if chosen == "native":
         return launch_product(*_cut(x, linear, gated), [x, weight], linear, residual, gated)
+    if chosen == "cpu":
+        return cpu_product(x, linear, residual, gated)
     if chosen == "reference":
         return reference_gemm_rows(x, linear, residual, gated)
     return finish(x @ weight.T, bias, residual, gated).astype(x.dtype)

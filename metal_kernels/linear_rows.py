@@ -8,6 +8,7 @@ from metal_kernels.launching.implementations import implementation
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear
 from metal_kernels.qmm_rows import qmm_rows
+from metal_kernels.row_products import cpu_product, suits_cpu
 
 
 def linear_rows(
@@ -15,8 +16,8 @@ def linear_rows(
 ) -> mx.array:
     """Apply a linear map, or several whose outputs lie side by side, to rows.
 
-    Up to MAX_VERIFY_ROWS rows of plain or affine weights run through our kernels where these run; more rows, and
-    other quantizations, run through MLX's operations.
+    Up to MAX_VERIFY_ROWS rows of plain or affine weights run through our kernels where these run, and any number
+    through our C text on a CPU; more rows, and other quantizations, run through MLX's operations.
 
     x: [..., K] in bfloat16, float16 or float32.
     linears: weights [N, K] in the dtype of x, or quantised; of several, N is their sum.
@@ -39,9 +40,11 @@ def gate_by_silu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) -> mx.array:
-    rows, quantization = x.size // x.shape[-1], linear.quantization
+    rows, quantization, chosen = x.size // x.shape[-1], linear.quantization, implementation()
+    if chosen == "cpu" and suits_cpu(x, linear) and (residual is None or residual.dtype == x.dtype):
+        return cpu_product(x, linear, residual, gated)
     affine = quantization is None or quantization.mode == "affine"
-    if rows > MAX_VERIFY_ROWS or not affine or implementation() == "stock":
+    if rows > MAX_VERIFY_ROWS or not affine or chosen in ("stock", "cpu"):
         return _finish(_stock(x, linear), residual, gated)
     flat = x.reshape(rows, -1)
     residual = None if residual is None else residual.reshape(rows, -1)

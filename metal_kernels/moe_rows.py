@@ -8,7 +8,7 @@ from functools import reduce
 import mlx.core as mx
 
 from metal_kernels.gather_rows import gather_rows
-from metal_kernels.launching.implementations import using
+from metal_kernels.launching.implementations import implementation, using
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear
 from metal_kernels.linear_rows import gate_by_silu, linear_rows
@@ -49,7 +49,8 @@ def moe_rows(experts: Experts, x: mx.array) -> mx.array:
     if experts.normalised:
         weights = weights / _total(weights)
     chosen = chosen.astype(mx.int32)
-    with using("stock") if x.shape[0] > MAX_VERIFY_ROWS else nullcontext():
+    is_prompt = x.shape[0] > MAX_VERIFY_ROWS and implementation() != "cpu"
+    with using("stock") if is_prompt else nullcontext():
         out = _apply(_gated(x, experts.gate_up, chosen), experts.down, chosen)
     return (out * weights[..., None]).sum(axis=-2).astype(x.dtype)
 

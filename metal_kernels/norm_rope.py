@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.constants import floats
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
@@ -38,16 +39,21 @@ def qkv_norm_rope(
     eps: what the norms add to the mean square.
     gated: each query head is followed by D entries of its gate, [R, (2 H + 2 KV) * D] in all; they are skipped.
 
-    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, in the dtype of joined. Its halves
-    kv[:1] and kv[1:] are contiguous and cost nothing (kv[0], with MLX, is a copy).
+    Returns queries [R, H, D], and keys and values [2, R, KV, D] in one array, which ``kv_sides`` takes apart, in
+    the dtype of joined.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     rows, slots = joined.shape[0], heads * (1 + gated) + 2 * kv_heads
     dim = joined.shape[-1] // slots
     _check(joined, (rows, slots * dim), [(w, (dim,)) for w in weights or ()], positions, rope, dim)
     query_weight, key_weight = weights or (None, None)
+    layout = Layout(heads=heads, kv_heads=kv_heads, layers=1, dim=dim, split=True, gated=gated)
+    if implementation() == "cpu":
+        queries = cpu_library.empty((rows, heads, dim), joined.dtype)
+        kv = cpu_library.empty((2, rows, kv_heads, dim), joined.dtype)
+        _cpu(joined, weights, positions, rope, eps, layout, queries, kv)
+        return queries, kv
     if implementation() == "native":
-        layout = Layout(heads=heads, kv_heads=kv_heads, layers=1, dim=dim, split=True, gated=gated)
         out = _native(joined, weights, positions, rope, eps, layout)
         queries, kv = out[: rows * heads * dim], out[rows * heads * dim :]
         return queries.reshape(rows, heads, dim), kv.reshape(2, rows, kv_heads, dim)
@@ -56,6 +62,14 @@ def qkv_norm_rope(
     queries = queries[:, :: 1 + gated]
     queries = _composed(queries, query_weight, positions, rope, eps)
     return queries, mx.stack([_composed(keys, key_weight, positions, rope, eps), values])
+
+
+def kv_sides(kv: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the keys and the values, [R, KV, D] each, that ``qkv_norm_rope`` returned in one array."""
+    if implementation() == "cpu":
+        return cpu_library.copied(kv, kv.shape[1:]), cpu_library.copied(kv, kv.shape[1:], kv.nbytes // 2)
+    keys, values = mx.split(kv, 2)  # views; an index, with MLX, is a copy
+    return keys.squeeze(0), values.squeeze(0)
 
 
 def context_kv(projected: mx.array, weights: mx.array, positions: mx.array, rope: Rope, *, eps: float) -> mx.array:
@@ -73,8 +87,12 @@ def context_kv(projected: mx.array, weights: mx.array, positions: mx.array, rope
     rows, kv_heads = projected.shape[0], projected.shape[-1] // dim
     _check(projected, (rows, layers, 2, kv_heads * dim), [(weights, (layers, dim))], positions, rope, dim)
     shape = (rows, layers, 2, kv_heads, dim)
+    layout = Layout(heads=0, kv_heads=kv_heads, layers=layers, dim=dim, split=False)
+    if implementation() == "cpu":
+        kv = cpu_library.empty(shape, projected.dtype)
+        _cpu(projected, (weights, weights), positions, rope, eps, layout, None, kv)
+        return kv
     if implementation() == "native":
-        layout = Layout(heads=0, kv_heads=kv_heads, layers=layers, dim=dim, split=False)
         return _native(projected, (weights, weights), positions, rope, eps, layout).reshape(shape)
     x = projected.reshape(shape)
     keys = [_composed(x[:, i, 0], weights[i], positions, rope, eps) for i in range(layers)]
@@ -186,3 +204,24 @@ def _native(
         dtypes=[x.dtype],
     )
     return out
+
+
+def _cpu(
+    x: mx.array,
+    weights: tuple[mx.array, mx.array] | None,
+    positions: mx.array,
+    rope: Rope,
+    eps: float,
+    layout: Layout,
+    queries: mx.array | None,
+    kv: mx.array,
+) -> None:
+    """Write queries and kv, see norms.c."""
+    types, (query_weight, key_weights) = cpu_library.TYPES, weights or (None, None)
+    weight_type = types[x.dtype] if query_weight is None else types[query_weight.dtype]
+    cpu_library.call(
+        "cpu_norm_rope",
+        *(x, types[x.dtype], query_weight, key_weights, weight_type, positions, rope.frequencies, queries, kv),
+        *(x.shape[0], layout.heads, layout.kv_heads, layout.layers, layout.dim, rope.dims),
+        *(rope.traditional, layout.gated, eps, rope.scale),
+    )

@@ -13,6 +13,7 @@ from metal_kernels.row_products import (
     check_fused,
     check_quantized,
     check_rows,
+    cpu_product,
     finish,
     geometry,
     launch_product,
@@ -67,6 +68,8 @@ def qmm_rows(
     if chosen == "native":
         inputs = [x, weight, scales, biases]
         return launch_product(*_cut(x, linear, gated), inputs, linear, residual, gated)
+    if chosen == "cpu":
+        return cpu_product(x, linear, residual, gated)
     if chosen == "reference":
         return reference_qmm_rows(x, linear, residual, gated)
     product = mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=group_size, bits=bits)

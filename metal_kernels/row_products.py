@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.launch import Kernel
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
+BITS = (2, 3, 4, 5, 6, 8)
 # What the kernels index with an int.
 MAX_WEIGHTS = 1 << 31
 
@@ -103,7 +105,7 @@ def check_quantized(
     weight, scales, biases, quantization = linear.weight, linear.scales, linear.biases, linear.quantization
     assert scales is not None and biases is not None and quantization is not None
     group_size, bits = quantization.group_size, quantization.bits
-    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
+    if bits not in BITS or group_size not in (32, 64, 128):
         raise ValueError(
             f"{name} takes 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, not {bits} in {group_size}."
         )
@@ -185,3 +187,42 @@ def launch_product(
         dtypes=[x.dtype],
     )
     return out
+
+
+def suits_cpu(x: mx.array, linear: Linear) -> bool:
+    """Whether the CPU library multiplies rows [..., K], however many, by a linear map.
+
+    Scales, biases and the bias may be of any floating type; plain weights are of that of x.
+    """
+    weight, scales, biases, quantization = linear.weight, linear.scales, linear.biases, linear.quantization
+    floats = [x, *(part for part in (scales, biases, linear.bias) if part is not None)]
+    if not x.size or not weight.size or any(part.dtype not in FLOATS for part in floats):
+        return False
+    if quantization is None:
+        return weight.dtype == x.dtype and weight.shape[-1] == x.shape[-1]
+    if quantization.mode != "affine" or scales is None or biases is None or scales.dtype != biases.dtype:
+        return False
+    is_whole = quantization.group_size % 32 == 0 and x.shape[-1] == scales.shape[-1] * quantization.group_size
+    return is_whole and quantization.bits in BITS
+
+
+def cpu_product(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) -> mx.array:
+    """Multiply rows [..., K] by a linear map that ``suits_cpu``, with what is fused, in the CPU library."""
+    depth, outputs, types = x.shape[-1], linear.size, cpu_library.TYPES
+    out = cpu_library.empty((*x.shape[:-1], outputs // 2 if gated else outputs), x.dtype)
+    bias_type = 0 if linear.bias is None else types[linear.bias.dtype]
+    cpu_library.call(
+        "cpu_linear",
+        *(x, types[x.dtype], x.size // depth),
+        *(*cpu_weights(linear), depth, outputs),
+        *(linear.bias, bias_type, residual, gated, out),
+    )
+    return out
+
+
+def cpu_weights(linear: Linear) -> tuple[mx.array | int | None, ...]:
+    """Return weights as the CPU library takes them: numbers, scales, biases, bits, type, group."""
+    quantization = linear.quantization
+    bits, group_size = (0, 0) if quantization is None else (quantization.bits, quantization.group_size)
+    numbers = linear.weight if linear.scales is None else linear.scales
+    return linear.weight, linear.scales, linear.biases, bits, cpu_library.TYPES[numbers.dtype], group_size

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-MODULES = ("load", "drafter", "weights")
+MODULES = ("drafter", "weights")
 
 
 def set_on_cpu(monkeypatch: pytest.MonkeyPatch, on_cpu: Callable[[], bool]) -> None:

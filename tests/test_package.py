@@ -34,6 +34,7 @@ SHIPPED = [
     "mlx_spec/generate/__main__.py",
     "mlx_spec/demo/heldout40.jsonl",
     "metal_kernels/_row_products.h",
+    "metal_kernels/cpu/products.c",
     "metal_kernels/launching/tensor_cores.cuh",
     *(
         f"mlx_spec/demo/{drafter}/{name}"

@@ -41,10 +41,13 @@ LEVELS: list[dict[str, str]] = [
     {"metal_kernels.checks": "cases self_check timing"},
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
-        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows rope "
-        "row_products row_spans topk_rows",
+        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows "
+        "rms_norm_rows rope row_products row_spans topk_rows",
     },
-    {"metal_kernels.launching": "constants cuda_dialect implementations launch tensor_cores"},
+    {
+        "metal_kernels.launching": "constants cores cpu_build cpu_library cuda_dialect implementations launch "
+        "tensor_cores",
+    },
 ]
 # The drafters do not know each other, though they are one room.
 APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.drafters.mtp"]

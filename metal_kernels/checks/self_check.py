@@ -76,12 +76,15 @@ def unequal_rows(found: Outputs, alone: Callable[[int], Outputs]) -> list[int]:
     return [row for row in range(ROWS) if not is_equal(row)]
 
 
-def described(launched: list[Kernel]) -> str:
-    """Say in words what ran, by the kernels that were launched."""
+def described(launched: list[Kernel | str]) -> str:
+    """Say in words what ran, by the kernels and CPU functions that were launched."""
     if not launched:
         return "reference" if implementation() == "reference" else "stock"
+    kernels = [kernel for kernel in launched if isinstance(kernel, Kernel)]
+    if not kernels:
+        return "cpu"
     if is_emulated():
         return "native, emulated"
     if not runs_on_cuda():
         return "native on Metal"
-    return "native on CUDA tensor cores" if any(kernel.cuda_twin for kernel in launched) else "native on CUDA"
+    return "native on CUDA tensor cores" if any(kernel.cuda_twin for kernel in kernels) else "native on CUDA"

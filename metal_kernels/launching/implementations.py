@@ -2,6 +2,7 @@
 
 ``native`` is our kernel, whose rows do not depend on each other. ``stock`` is MLX's own operation, or a
 composition of them where it has none: on the CPU its rows are independent too (in bfloat16), on GPUs they are not.
+``cpu`` is our C text, compiled on this machine, for the operations that it has, and ``stock`` for the others.
 ``reference`` is the plain formula in float32, for debugging.
 """
 
@@ -9,25 +10,35 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
+from metal_kernels.launching.cpu_library import missing
 from metal_kernels.launching.launch import can_launch, is_emulated
 
-Implementation = Literal["native", "stock", "reference"]
+Implementation = Literal["native", "stock", "reference", "cpu"]
 VARIABLE = "MLX_SPEC_KERNELS"
+NAMES = get_args(Implementation)
 
 # Of the thread, or the task: a server's engines may run by different implementations at the same time.
 _wanted: ContextVar[Implementation | None] = ContextVar("wanted", default=None)
 
 
 def implementation() -> Implementation:
-    """Return what runs now: what ``using`` or the environment asks for, else native kernels where they run."""
+    """Return what runs now: what ``using`` or the environment asks for, else the best that this machine can.
+
+    That is native on a GPU, and cpu on a CPU where the library compiles. Raises ValueError for an unknown name,
+    and for cpu where it does not run.
+    """
     wanted = _wanted.get() or os.environ.get(VARIABLE) or None
-    if wanted not in (None, "native", "stock", "reference"):
-        raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock or reference.")
-    if wanted in (None, "native"):
-        return "native" if can_launch() else "stock"
-    return cast(Implementation, wanted)
+    if wanted not in (None, *NAMES):
+        raise ValueError(f"{VARIABLE} is {wanted!r}; it takes native, stock, reference or cpu.")
+    if wanted in (None, "native") and can_launch():
+        return "native"
+    if wanted is None:
+        return "stock" if missing() else "cpu"
+    if wanted == "cpu" and (reason := missing()):
+        raise ValueError(f"{VARIABLE} asks for cpu. {reason}")
+    return "stock" if wanted == "native" else cast(Implementation, wanted)
 
 
 def is_traceable() -> bool:

@@ -52,8 +52,7 @@ class Kernel:
 
         template: names and values (dtypes, ints, bools) that the text is specialised for.
         """
-        if _launched is not None:
-            _launched.append(self)
+        note_launch(self)
         return (_launcher or _gpu_launcher)(self)(
             inputs=list(inputs),
             template=[*template, ("SIGNATURE", signature(inputs))],
@@ -76,7 +75,7 @@ def signature(inputs: Sequence[mx.array]) -> int:
 
 
 _launcher: Callable[[Kernel], Launcher] | None = None
-_launched: list[Kernel] | None = None
+_launched: list[Kernel | str] | None = None
 
 
 @contextmanager
@@ -90,9 +89,15 @@ def launching(launcher: Callable[[Kernel], Launcher]) -> Iterator[None]:
         _launcher = before
 
 
+def note_launch(what: Kernel | str) -> None:
+    """Note a kernel, or a function of the CPU library by its name, for ``noting_launches``."""
+    if _launched is not None:
+        _launched.append(what)
+
+
 @contextmanager
-def noting_launches() -> Iterator[list[Kernel]]:
-    """Note every kernel that is launched inside the block, in the list that is returned."""
+def noting_launches() -> Iterator[list[Kernel | str]]:
+    """Note every kernel and CPU function that is launched inside the block, in the list that is returned."""
     global _launched
     before, _launched = _launched, []
     try:

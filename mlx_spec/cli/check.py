@@ -16,6 +16,8 @@ from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.checks.cases import CASES, TIMED
 from metal_kernels.checks.self_check import Finding, check
 from metal_kernels.checks.timing import call_ms
+from metal_kernels.launching.cores import usable_cores
+from metal_kernels.launching.cpu_library import missing
 from metal_kernels.launching.implementations import VARIABLE, Implementation, implementation, using
 from metal_kernels.launching.launch import can_launch
 from mlx_spec.diagnose.rows import check_rows
@@ -89,10 +91,13 @@ def kernels_in_words() -> str:
     chosen = implementation()
     if chosen == "native":
         return "Native kernels run here."
+    if chosen == "cpu":
+        return f"The CPU library runs here, in {usable_cores()} threads; operations that it lacks are MLX's own."
     if can_launch():
         return f"{VARIABLE}={chosen} keeps native kernels from running."
     used = "MLX's own operations are used" if chosen == "stock" else "the references are used"
-    return f"Native kernels do not run on {mx.default_device()}, they need an Apple or NVIDIA GPU: {used}."
+    needed = f"Native kernels do not run on {mx.default_device()}, they need an Apple or NVIDIA GPU: {used}."
+    return " ".join([needed, *([reason] if (reason := missing()) else [])])
 
 
 def times(repeats: int) -> list[dict[str, Any]]:

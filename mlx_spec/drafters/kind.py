@@ -36,21 +36,21 @@ class DrafterOptions:
 
     draft_ids: ascending token ids to draft from; None for all.
     draft_bits: one of BITS, to quantise a head that is not quantised; None for the kind's default.
-    on_cpu: whether MLX computes on the CPU, where quantised products are slow.
+    dequantize: whether quantised products are slow here.
     """
 
     draft_ids: Sequence[int] | None = None
     draft_bits: int | None = None
-    on_cpu: bool = False
+    dequantize: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_bits is not None and self.draft_bits not in BITS:
             raise RequestError(f"draft_bits takes {', '.join(map(str, BITS))}, not {self.draft_bits}.")
 
     def quantization(self, default: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return how to quantise a head: as requested, else by ``default``, and on a CPU not at all."""
+        """Return how to quantise a head: as requested, else by ``default``; not at all where that is slow."""
         if self.draft_bits is None:
-            return None if self.on_cpu else default
+            return None if self.dequantize else default
         return None if self.draft_bits == max(BITS) else {"group_size": GROUP_SIZE, "bits": self.draft_bits}
 
     def refuse_for(self, name: str) -> None:

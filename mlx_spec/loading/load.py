@@ -16,7 +16,7 @@ from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 from mlx_spec.loading.drafter import AUTO, drafter_name, load_drafter
-from mlx_spec.loading.weights import fit_to_machine, on_cpu
+from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
 from mlx_spec.measure.costs import measured_costs
 from mlx_spec.measure.exactness import OFF, checked_exactness
 from mlx_spec.measure.wiring import check_wiring
@@ -61,9 +61,9 @@ def load(
     trust_remote_code: let a tokenizer run Python code that comes with the model. Otherwise no such code runs.
     progress: show what is fetched, timed and checked, on standard error.
 
-    Where MLX runs on the CPU, quantised weights are dequantised to bfloat16, unless that would take more than half
-    of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not quantised
-    there unless ``draft_bits`` says so.
+    Where MLX's own operations run on a CPU, quantised weights are dequantised to bfloat16, unless that would take
+    more than half of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not
+    quantised there unless ``draft_bits`` says so.
     Raises ModelError (DownloadError, UnsupportedModel, DrafterMismatch) before anything is generated, RequestError
     for a setting without a meaning.
     """
@@ -87,7 +87,8 @@ def load(
         raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
     if adapter_path is not None:
         merge_adapters(loaded, adapter_path)
-    target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
+    with using(kernels):
+        target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
     source = DrafterSource(folder, model, config, config)
     name = drafter_name(model, drafter, source)
     found, label = None, ""
@@ -95,7 +96,9 @@ def load(
         raise RequestError(f"draft_vocab and draft_bits are settings of a drafter, and {model} has none here.")
     if name is not None:
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
-        found = load_drafter(name, target, source, DrafterOptions(ids, draft_bits, on_cpu()), progress)
+        with using(kernels):
+            options = DrafterOptions(ids, draft_bits, quantized_is_slow())
+            found = load_drafter(name, target, source, options, progress)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     bound = None if found is None else found.drafter

@@ -7,16 +7,21 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
+from metal_kernels.launching.implementations import implementation
+
 
 def fit_to_machine(model: nn.Module) -> nn.Module:
     """Dequantise weights where that is faster, settle on one floating type, and evaluate the weights."""
     quantized = any(name.endswith(".scales") for name in dict(tree_flatten(model.parameters())))
-    dequantize = quantized and on_cpu() and dequantized_bytes(model) < memory_bytes() // 2
+    dequantize = quantized and quantized_is_slow() and dequantized_bytes(model) < memory_bytes() // 2
     kinds = len({weight.dtype for weight in castable(model).values()})
     if dequantize:
         model = dequantize_model(model)
     if dequantize or kinds > 1:
-        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in castable(model).items()]))
+        weights = castable(model)
+        if implementation() == "cpu":  # whose library takes scales and biases of any type as they are
+            weights = {name: w for name, w in weights.items() if not name.endswith((".scales", ".biases"))}
+        model.update(tree_unflatten([(name, w.astype(mx.bfloat16)) for name, w in weights.items()]))
     mx.eval(model.parameters())
     return model
 
@@ -37,6 +42,11 @@ def dequantized_bytes(model: nn.Module) -> int:
 def memory_bytes() -> int:
     """Return the physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def quantized_is_slow() -> bool:
+    """Whether a quantised product costs as much per row as the first row: MLX's own on a CPU does."""
+    return on_cpu() and implementation() != "cpu"
 
 
 def on_cpu() -> bool:

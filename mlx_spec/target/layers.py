@@ -5,7 +5,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import Linear, Rope, attention_rows, linear_rows, qkv_norm_rope
+from metal_kernels import (
+    Linear,
+    Rope,
+    attention_rows,
+    joined_heads,
+    kv_sides,
+    linear_rows,
+    qkv_norm_rope,
+    rms_norm_rows,
+)
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.batch_layout import PassContext
 from mlx_spec.target.delta_net import DeltaNet, separated
@@ -28,8 +37,8 @@ class Norm:
         return Norm(module.weight, module.eps)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Norm rows [..., H]. MLX's kernel gives a row a threadgroup of its own, so rows are independent."""
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+        """Norm rows [..., H], see ``rms_norm_rows``."""
+        return rms_norm_rows(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,7 @@ class Attention:
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, mx.array]:
         """Run normed rows [R, hidden]; return their sum with ``residual``, and keys and values [2, R, KV, D]."""
         projected, queries, keys_values = self.project(x, context.positions)
-        # A split is a view; an index would copy.
-        keys, values = (side.squeeze(0) for side in mx.split(keys_values, 2))
+        keys, values = kv_sides(keys_values)
         attended = attention_rows(
             queries,
             keys,
@@ -130,7 +138,7 @@ class Attention:
         if self.gated:
             pairs = projected[:, : 2 * self.heads * self.head_dim].reshape(*attended.shape[:2], 2, -1)
             attended = attended * mx.sigmoid(pairs[:, :, 1])
-        return linear_rows(attended.reshape(attended.shape[0], -1), self.output, residual=residual)
+        return linear_rows(joined_heads(attended), self.output, residual=residual)
 
 
 @dataclass(frozen=True)

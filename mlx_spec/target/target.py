@@ -145,8 +145,8 @@ class Target:
         return CachedSequence(self.pool)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Look up input embeddings: [R] to [R, H]."""
-        return self._language.model.embed_tokens(tokens)
+        """Look up input embeddings: [R] to [R, H]. Quantised ones have the type of their scales."""
+        return self._language.model.embed_tokens(tokens).astype(self.dtype)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output head to final hidden states: [..., H] to [..., V]."""

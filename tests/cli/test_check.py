@@ -15,9 +15,10 @@ from tiny_folders import write_model
 
 import mlx_spec.cli.check
 from metal_kernels.checks.cases import CASES, Case, argmax, qmm
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import VARIABLE
 from metal_kernels.launching.launch import Kernel, Launcher, launching
-from mlx_spec.cli.check import TIMED_ROWS, main
+from mlx_spec.cli.check import TIMED_ROWS, kernels_in_words, main
 from mlx_spec.target import Target
 
 EMULATED = partial(launcher, check=False)
@@ -61,11 +62,23 @@ def test_the_command_on_a_cpu() -> None:
     line = [sys.executable, "-m", "mlx_spec.cli.check"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Native kernels do not run on Device(cpu, 0), they need an Apple or NVIDIA GPU" in done.stdout
-    assert "MLX's own operations are used." in done.stdout
+    assert "The CPU library runs here, in " in done.stdout
     assert all(case.name in done.stdout for case in CASES)
     assert "native  " not in done.stdout and "ms a call" not in done.stdout
     assert done.stdout.endswith("Each of 16 rows equals the row alone, bit for bit, in every operation.\n")
+
+
+def test_the_command_on_a_cpu_without_a_compiler(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    cpu_library._loaded.cache_clear()
+    try:
+        words = kernels_in_words()
+    finally:
+        cpu_library._loaded.cache_clear()
+    assert words.startswith(
+        "Native kernels do not run on Device(cpu, 0), they need an Apple or NVIDIA GPU: MLX's own "
+    )
+    assert words.endswith("a C compiler is needed; no-such-compiler was not found (set CC to name another).")
 
 
 def test_a_model_on_a_cpu(few_cases: None, model: str, capsys: Capture) -> None:
@@ -77,7 +90,8 @@ def test_a_model_on_a_cpu(few_cases: None, model: str, capsys: Capture) -> None:
 def test_json(few_cases: None, model: str, capsys: Capture) -> None:
     found = report(capsys, "--model", model)
     assert [row["case"] for row in found["operations"]] == ["qmm_rows, 4 bits", "argmax_rows"]
-    assert all(row["runs"] == "stock" and row["failures"] == [] for row in found["operations"])
+    assert [row["runs"] for row in found["operations"]] == ["cpu", "stock"]
+    assert all(row["failures"] == [] for row in found["operations"])
     assert (found["times_ms"], found["failures"]) == ([], [])
     assert found["model"] == {"name": model, "failures": []}
     assert {"device", "machine", "mlx", "mlx-lm", "mlx-spec", "kernels"} < found.keys()
@@ -170,7 +184,7 @@ def test_kernels_that_are_kept_from_running(
         assert {row["runs"] for row in found["operations"]} == {chosen}
     monkeypatch.setenv(VARIABLE, "metal")
     assert main([]) == 2
-    assert "it takes native, stock or reference" in capsys.readouterr().err
+    assert "it takes native, stock, reference or cpu" in capsys.readouterr().err
 
 
 def test_the_references_may_run_on_a_cpu(

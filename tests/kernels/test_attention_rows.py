@@ -303,7 +303,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("implementation", ["native", "stock", "reference"])
+@pytest.mark.parametrize("implementation", ["native", "stock", "reference", "cpu"])
 def test_options_equal_the_formula(implementation: str, name: str) -> None:
     for length in (0, 30, 57):
         problem = Problem.random((length,), (16,), **OPTIONS[name])
@@ -311,7 +311,7 @@ def test_options_equal_the_formula(implementation: str, name: str) -> None:
             assert_equals_formula(problem, problem.run(padding=1))
 
 
-@pytest.mark.parametrize("implementation", ["native", "stock", "reference"])
+@pytest.mark.parametrize("implementation", ["native", "stock", "reference", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"window": 10}, {"block": True}], ids=str)
 def test_sequences_equal_the_formula(options: dict[str, Any], implementation: str) -> None:
     problem = Problem.random((70, 0, 33), (5, 2, 16), **options)
@@ -325,7 +325,7 @@ def test_pages_of_64_slots_give_the_bits_of_pages_of_32() -> None:
         np.testing.assert_array_equal(bits(replace(problem, slots=64).run()), bits(problem.run()))
 
 
-@pytest.mark.parametrize("implementation", ["native", "stock"])
+@pytest.mark.parametrize("implementation", ["native", "stock", "cpu"])
 def test_trees_of_sequences_equal_the_formula(implementation: str) -> None:
     # In the second problem, rows of the second tree alone reach the next split.
     for lengths, parents in (((37, 5), ([-1, 0, 0, 2], [-1, -1, 0])), ((5, 63), ([-1, -1, -1], [-1, 0, 1]))):

@@ -239,10 +239,16 @@ def test_kernels_run_on_gpus_and_through_launchers() -> None:
 @pytest.mark.parametrize("kernels_run", [True, False])
 def test_the_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch, kernels_run: bool) -> None:
     monkeypatch.setattr(implementations, "can_launch", lambda: kernels_run)
-    native = "native" if kernels_run else "stock"
+    native, best = ("native", "native") if kernels_run else ("stock", "cpu")
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert implementation() == native
-    for asked, got in (("", native), ("native", native), ("stock", "stock"), ("reference", "reference")):
+    assert implementation() == best
+    for asked, got in (
+        ("", best),
+        ("cpu", "cpu"),
+        ("native", native),
+        ("stock", "stock"),
+        ("reference", "reference"),
+    ):
         monkeypatch.setenv(VARIABLE, asked)
         assert implementation() == got
 
@@ -250,7 +256,7 @@ def test_the_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch, kernels_r
 @pytest.mark.parametrize("asked", ["metal", "Native", "0"])
 def test_an_unknown_implementation_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     monkeypatch.setenv(VARIABLE, asked)
-    with pytest.raises(ValueError, match=f"{VARIABLE} is '{asked}'; it takes native, stock or reference"):
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{asked}'; it takes native, stock, reference or cpu"):
         implementation()
 
 

@@ -17,7 +17,7 @@ DEPTH = 64
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(lambda kernel: launcher(kernel, check=False)), using(request.param):
         yield request.param

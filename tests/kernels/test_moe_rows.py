@@ -20,7 +20,7 @@ HIDDEN, INNER, COUNT = 64, 32, 8
 HALVES = (slice(0, INNER), slice(INNER, None))
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(partial(launcher, check=False)), using(request.param):
         yield request.param
@@ -136,7 +136,7 @@ def test_router_and_experts_of_few_rows_run_through_kernels(bits: int | None) ->
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("kernels", ["native", "stock"])
+@pytest.mark.parametrize("kernels", ["native", "stock", "cpu"])
 def test_a_row_does_not_depend_on_its_neighbours(bits: int | None, kernels: str) -> None:
     """bfloat16: one row and up to 16 rows agree bit for bit; MLX's own, on a CPU, in any number."""
     experts = Mixture.random(mx.bfloat16, bits).experts

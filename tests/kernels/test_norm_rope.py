@@ -17,7 +17,7 @@ TOLERANCE = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 Weights = tuple[mx.array, mx.array] | None
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param

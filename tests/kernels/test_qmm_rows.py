@@ -95,10 +95,10 @@ def test_equals_the_formula(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[6]], ids=str)
-def test_stock_and_reference_take_the_same(case: Case) -> None:
+def test_the_others_take_the_same(case: Case) -> None:
     packed, (x, extras) = weights_of(case), inputs_of(case, 1.0)
     expected = as_numpy(reference(x, **packed, **extras))
-    for name in ("stock", "reference"):
+    for name in ("stock", "reference", "cpu"):
         with using(name):
             got = qmm_rows(x, **packed, **extras)
         assert (got.shape, got.dtype) == (expected.shape, case.dtype)

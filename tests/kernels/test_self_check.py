@@ -39,8 +39,17 @@ def test_kernels_pass(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_of_stock_operations_are_independent_on_a_cpu(case: Case) -> None:
-    found = check(case)
+    with using("stock"):
+        found = check(case)
     assert (found.failures, found.runs) == ((), "stock")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cpu_library_passes(case: Case) -> None:
+    with using("cpu"):
+        found = check(case)
+    in_library = case.name.startswith(("qmm", "gemm", "gather", "attention", "qkv_norm_rope", "context_kv"))
+    assert (found.failures, found.runs) == ((), "cpu" if in_library else "stock")
 
 
 def test_the_cases_launch_every_kernel() -> None:
@@ -154,6 +163,7 @@ def test_what_runs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert described([]) == "stock"
     with using("reference"):
         assert described([]) == "reference"
+    assert described(["cpu_linear"]) == "cpu"
     assert described([twin]) == "native on Metal"
     monkeypatch.setattr(self_check, "runs_on_cuda", lambda: True)
     assert described([plain]) == "native on CUDA"

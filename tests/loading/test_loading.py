@@ -16,6 +16,7 @@ from pretended_device import set_on_cpu
 from tiny_drafters import dflash2_config, random_tensors
 from tiny_folders import TOKENS, write_dflash2, write_model
 
+from metal_kernels.launching.implementations import using
 from mlx_spec import generate, load
 from mlx_spec.checkpoints import hub
 from mlx_spec.drafters.dflash2.load import load_dflash2
@@ -356,11 +357,23 @@ def test_a_repo_that_cannot_be_fetched(
     assert ("HF_HUB_OFFLINE" in message) == bool(offline)
 
 
-def test_quantized_weights_are_unpacked_on_the_cpu(
+def test_quantized_weights_stay_packed_in_the_cpu_library(quantized_folder: Path) -> None:
+    """With the scales that they have: the library takes any type."""
+    engine, tokenizer = load(str(quantized_folder))
+    assert engine.kernels == "cpu"
+    kept, given = parameters(engine.target.model), parameters(load_model(quantized_folder)[0])
+    names = [name for name in given if name.endswith((".scales", ".biases"))]
+    assert names and all(mx.array_equal(kept[name], given[name]) for name in names if name in kept)
+    assert engine.target.embed(mx.array([0])).dtype == engine.target.dtype
+    assert generate(engine, tokenizer, "hello", max_tokens=4)
+
+
+def test_quantized_weights_are_unpacked_for_stock_operations_on_a_cpu(
     quantized_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_on_cpu(monkeypatch, lambda: True)
-    model = load(str(quantized_folder))[0].target.model
+    with using("stock"):
+        model = load(str(quantized_folder))[0].target.model
     assert {w.dtype for w in parameters(model).values()} == {mx.bfloat16}
     # Against mlx-lm's own weights, unpacked by hand.
     packed = parameters(load_model(quantized_folder)[0])
@@ -374,7 +387,8 @@ def test_quantized_weights_stay_packed_where_memory_is_short(
 ) -> None:
     set_on_cpu(monkeypatch, lambda: True)
     monkeypatch.setattr(weights, "memory_bytes", lambda: 1000)
-    engine, tokenizer = load(str(quantized_folder))
+    with using("stock"):
+        engine, tokenizer = load(str(quantized_folder))
     assert mx.uint32 in {w.dtype for w in parameters(engine.target.model).values()}
     assert generate(engine, tokenizer, "hello", max_tokens=4)
 
@@ -480,9 +494,9 @@ def test_a_quantized_drafter(target_folder: Path, tmp_path: Path) -> None:
     assert mx.uint32 in {w.dtype for w in parameters(packed.model).values()}
     assert mx.uint32 not in {w.dtype for w in parameters(unpacked.model).values()}
     source = DrafterSource(target_folder, "target", {}, {})
-    for on_cpu in (True, False):
-        drafter: Any = load_drafter(str(folder), target, source, DrafterOptions(on_cpu=on_cpu)).drafter
-        assert (mx.uint32 in {w.dtype for w in parameters(drafter.model).values()}) != on_cpu
+    for dequantize in (True, False):
+        drafter: Any = load_drafter(str(folder), target, source, DrafterOptions(dequantize=dequantize)).drafter
+        assert (mx.uint32 in {w.dtype for w in parameters(drafter.model).values()}) != dequantize
 
 
 def test_a_quantized_and_a_plain_drafter_leave_the_text_alone(

@@ -10,7 +10,7 @@ from mlx_spec.target import Target
 def load(source: DrafterSource, target: Target, options: DrafterOptions) -> DFlash2Drafter:
     """Load a drafter as it is. Raises RequestError for options that only heads have."""
     options.refuse_for(source.name)
-    return load_dflash2(source.place, target, source.name, dequantize=options.on_cpu)
+    return load_dflash2(source.place, target, source.name, dequantize=options.dequantize)
 
 
 KIND = Kind(

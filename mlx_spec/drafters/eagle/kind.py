@@ -16,7 +16,7 @@ def load(source: DrafterSource, target: Target, options: DrafterOptions) -> Chai
         source.place,
         target,
         source.name,
-        dequantize=options.on_cpu,
+        dequantize=options.dequantize,
         quantization=options.quantization({"group_size": GROUP_SIZE, "bits": DEFAULT_BITS}),
         draft_ids=options.draft_ids,
     )

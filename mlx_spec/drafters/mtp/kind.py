@@ -20,7 +20,7 @@ def load(source: DrafterSource, target: Target, options: DrafterOptions) -> Chai
         target,
         source.name,
         model_config=dict(source.model_config),
-        dequantize=options.on_cpu,
+        dequantize=options.dequantize,
         quantization=options.quantization(quantization_of(source.model_config)),
         draft_ids=options.draft_ids,
     )
