@@ -1,7 +1,6 @@
 """Writing replies in batches: greedy ids equal mlx-lm's, and an early end saves complete replies."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -150,7 +149,7 @@ def test_ctrl_c_and_sigterm_keep_complete_replies(target, items, sent, monkeypat
 
     def interrupted(batch, settings):
         if next(calls) == 2:
-            os.kill(os.getpid(), sent)
+            signal.raise_signal(sent)
         advance(batch, settings)
 
     monkeypatch.setattr(tool.Batch, "advance", interrupted)
