@@ -171,7 +171,7 @@ def test_loaded_models_are_exact_on_a_cpu(model: str, drafter: str, cache: Path)
 
 def test_a_failed_check_is_reported_and_generation_goes_on(model: str, drafter: str, uneven: None) -> None:
     engine, tokenizer = load(model, drafter)
-    assert engine.kernels == "stock"
+    assert engine.kernels == "cpu"
     last = list(stream_generate(engine, tokenizer, "hello", max_tokens=6))[-1]
     assert last.generation_tokens == 6
     found = last.statistics.as_dict()
@@ -196,7 +196,7 @@ def test_exact_off_takes_stock_operations_where_kernels_run(model: str) -> None:
 
 def test_an_unknown_implementation_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "metal")
-    with pytest.raises(ModelError, match=f"{VARIABLE} is 'metal'; it takes native, stock or reference"):
+    with pytest.raises(ModelError, match=f"{VARIABLE} is 'metal'; it takes native, stock, reference or cpu"):
         load("nowhere")
 
 
@@ -241,7 +241,7 @@ def test_an_engine_keeps_what_was_chosen_when_it_was_made(target: Target) -> Non
         assert implementation() == "stock"
     engine.close(generation)
     assert set(seen) == {"reference"}
-    assert implementation() == "stock"
+    assert implementation() == "cpu"
 
 
 def test_engines_of_both_kinds_side_by_side(target: Target) -> None:
@@ -281,4 +281,4 @@ def test_threads_do_not_choose_for_each_other() -> None:
         other.start()
         other.join()
         assert implementation() == "reference"
-    assert seen == ["stock"]
+    assert seen == ["cpu"]

@@ -36,7 +36,7 @@ def test_a_model_is_timed_both_ways_and_its_rows_compared(
     for key in ("stock_ms", "our_ms"):
         assert set(result[key]) == {"1", "3"} and min(result[key].values()) > 0
     assert set(result["rounds"]) == {"50", "100"}
-    assert all(each["ms"] > 0 and each["extra_mb"] > 0 for each in result["rounds"].values())
+    assert all(each["ms"] > 0 and each["extra_mb"] >= 0 for each in result["rounds"].values())
 
 
 def test_a_recurrent_cache_is_rewound() -> None:
