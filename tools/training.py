@@ -142,8 +142,7 @@ def learn(
     optimizer.init(model.trainable_parameters())
     quantized = quantization(model, args)
     step = make_step(model, loss, optimizer, quantized)
-    with using("stock"):  # what is compiled and differentiated is MLX's
-        history = fit(args, model, step, optimizer, replies, mx.compile(see), draw)
+    history = fit(args, model, step, optimizer, replies, mx.compile(see), draw)
     mx.eval(model.parameters())
     model.set_dtype(mx.bfloat16)
     return history, quantized

@@ -109,7 +109,7 @@ def test_bos_is_added_once(loaded: tuple[Engine, Any], monkeypatch: pytest.Monke
 @pytest.mark.parametrize("prompt", [PROMPT, "a man in an inn"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_greedy_tokens_are_those_of_mlx_lm(family: str, prompt: str, exact: bool, tmp_path: Path) -> None:
-    """With MLX's own operations on the CPU all are equal. Other sums, or other chunks of a prompt, may decide ties."""
+    """With MLX's own operations on the CPU all are equal. Sums in another order may decide near ties."""
     folder = write_model(tmp_path / family, family)
     model, tokenizer = mlx_lm.load(str(folder))[:2]
     engine, _ = load(str(folder), None, exact=exact)

@@ -16,6 +16,7 @@ from one_draft import block, extend, propose
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
+from metal_kernels.launching.implementations import using
 from mlx_spec.cli.quantize_drafter import plain_tensors, quantization
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.dflash2.block import DraftModel
@@ -96,7 +97,8 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
 
     def run(*more: str) -> tuple[argparse.Namespace, dict]:
         args = parser.parse_args([*common, *sizes, *more])
-        return args, train_drafter.train(args)
+        with using("stock"):
+            return args, train_drafter.train(args)
 
     _, first = run("--out", str(tmp_path / "a"), "--steps", "1")
     args, result = run("--out", str(tmp_path / "b"), "--steps", "40")
