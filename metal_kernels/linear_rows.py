@@ -81,7 +81,7 @@ def _stock(x: mx.array, linear: Linear) -> mx.array:
             group_size=quantization.group_size,
             bits=quantization.bits,
             mode=quantization.mode,
-        )
+        ).astype(x.dtype)  # not that of scales of another type
     return out if linear.bias is None else out + linear.bias
 
 

@@ -109,3 +109,17 @@ def test_dequantised_weights_are_those_of_the_chosen_experts() -> None:
     for each, whole in ((Linear(weight), weight), (linear, mx.dequantize(*linear.tensors.values(), 32, 8))):
         assert mx.array_equal(each.dequantized(), whole)
         assert mx.array_equal(each.dequantized(chosen), whole[chosen])
+
+
+def test_scales_of_another_type_leave_rows_in_theirs() -> None:
+    """With MLX's operations too: a model whose scales are kept may be run by another implementation."""
+    weight, scales, biases = mx.quantize(mx.random.normal((96, 128)), 32, 4)
+    quantization = Quantization(32, 4, "affine")
+    linear = Linear(weight, scales.astype(mx.float16), biases.astype(mx.float16), quantization=quantization)
+    x = mx.random.normal((3, 128)).astype(mx.bfloat16)
+    expected = x.astype(mx.float32) @ mx.dequantize(weight, scales, biases, 32, 4).T
+    for chosen in ("stock", None):
+        with using(chosen):
+            out = linear_rows(x, linear)
+        assert out.dtype == mx.bfloat16
+        assert mx.max(mx.abs(out.astype(mx.float32) - expected)) < 0.02 * mx.max(mx.abs(expected))
