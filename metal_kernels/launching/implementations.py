@@ -46,6 +46,11 @@ def is_traceable() -> bool:
     return implementation() == "native" and not is_emulated()
 
 
+def is_eager() -> bool:
+    """Whether operations are computed when they are called: those of the CPU library."""
+    return implementation() == "cpu"
+
+
 @contextmanager
 def using(wanted: Implementation | None) -> Iterator[None]:
     """Run operations by ``wanted`` inside the block, where this machine can; by the environment for None."""

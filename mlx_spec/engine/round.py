@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.launching.implementations import is_eager
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Draft, nothing_drafted
 from mlx_spec.drafters.siblings import with_siblings
@@ -123,7 +124,7 @@ def run_round(
     drafted = draft(states, shares, errors)
     if not drafted:
         return {}
-    verified = verify(target, states, drafted, answering, errors)
+    verified = verify(target, states, drafted, started, answering, errors)
     accepted = accept(target, verified, errors)
     rounds = commit(target, states, accepted, started)
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
@@ -161,13 +162,20 @@ def checked(found: Draft, max_rows: int) -> Draft:
 
 
 def verify(
-    target: Target, states: DrafterStates, drafted: Sequence[Drafted], answering: bool, errors: Errors
+    target: Target,
+    states: DrafterStates,
+    drafted: Sequence[Drafted],
+    drafting_since: float,
+    answering: bool,
+    errors: Errors,
 ) -> VerifiedPass:
     """Run the pass over the rows of all generations, judge the drafts, and wait for both."""
+    drafting = seconds_of_calls(drafting_since)
     drafts = [part.draft.tokens for part in drafted if part.draft.tokens.size]
     is_timed = bool(drafts) and drafted[0].generation.statistics.rounds % TIMED_EVERY == 0
-    draft_seconds = wait(*drafts) if is_timed else 0.0
+    draft_seconds = drafting + wait(*drafts) if is_timed else 0.0
     mx.async_eval(*drafts)
+    verifying_since = time.perf_counter()
     passed = target.forward(
         [(part.generation.sequence, part.token_ids) for part in drafted],
         states.target_layer_ids([part.generation for part in drafted]),
@@ -175,7 +183,8 @@ def verify(
     )
     parts = verify_drafts(drafted, target.logits(passed.hidden), answering, errors)
     results = [array for part in parts for array in part.arrays]
-    seconds = wait(*results, *passed.arrays)  # the round's one host synchronisation
+    verifying = seconds_of_calls(verifying_since)
+    seconds = verifying + wait(*results, *passed.arrays)  # the round's one host synchronisation
     indices = {part.generation: index for index, part in enumerate(drafted)}
     return VerifiedPass(passed, indices, parts, is_timed, draft_seconds, seconds)
 
@@ -242,6 +251,11 @@ def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:
     if all(tree.is_chain for tree in trees):
         return None
     return [path for tree in trees for path in tree.paths]
+
+
+def seconds_of_calls(since: float) -> float:
+    """Return the time in which operations were called, where that computes them; elsewhere it is the host's."""
+    return time.perf_counter() - since if is_eager() else 0.0
 
 
 def wait(*arrays: mx.array) -> float:

@@ -3,6 +3,7 @@
 bfloat16 targets, see test_lossless.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 import mlx_spec.engine.round
+from metal_kernels.launching.cpu_library import missing
 from mlx_spec.decoding.accept import Greedy
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.base import Draft, DraftRequest, SampleDraft
@@ -664,3 +666,30 @@ def test_an_answer_is_not_drawn() -> None:
     with pytest.raises(RequestError, match="takes the most likely tokens; this request draws, with temp 0.5"):
         engine.answer_step(generation)
     engine.close(generation)
+
+
+def test_time_is_counted_where_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU library computes while the host calls its operations: that is no time of the host."""
+    if reason := missing():
+        pytest.skip(reason)
+    on = target()
+    forward, propose = on.forward, ScriptedDrafter.propose
+
+    def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(on, "forward", slow(0.2, forward))
+    monkeypatch.setattr(ScriptedDrafter, "propose", slow(0.1, propose))
+    for kernels, draft, verify in (("cpu", 0.1, 0.2), ("stock", 0.0, 0.0)):
+        engine = Engine(on, scripted().drafter, kernels=kernels)
+        generation = engine.start(Request(PROMPT[:2], 8))
+        engine.step(generation)
+        statistics = generation.statistics
+        engine.close(generation)
+        assert statistics.timed_rounds == 1
+        assert draft <= statistics.draft_seconds < draft + 0.1
+        assert verify <= statistics.verify_seconds < verify + 0.2
