@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from metal_kernels.launching.implementations import implementation
 from mlx_spec.cli.bench import HELD_OUT, read_prompts
-from mlx_spec.cli.generate import draft_tokens
+from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import MlxSpecError

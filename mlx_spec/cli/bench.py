@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_spec.cli.generate import draft_tokens
+from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT
 from mlx_spec.engine import Engine
 from mlx_spec.engine.statistics import Statistics

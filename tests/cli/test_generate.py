@@ -17,7 +17,8 @@ from mlx_lm.generate import setup_arg_parser as mlx_lm_arg_parser
 from tiny_folders import TEMPLATE, write_dflash2, write_model
 
 from mlx_spec import GenerationResponse, Sampling, generate, load, stream_generate
-from mlx_spec.cli.generate import REFUSED, PrefillBar, Refused, generation_options, main, setup_arg_parser
+from mlx_spec.cli.generate import PrefillBar, generation_options, main
+from mlx_spec.cli.generate_flags import REFUSED, Refused, setup_arg_parser
 from mlx_spec.measure.costs import fastest
 
 MODULES = ("generate", "check", "bench", "extract_mtp", "quantize_drafter")
