@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -48,7 +49,7 @@ class Drafted:
         """How the rows follow each other."""
         return self.draft.tree
 
-    @property
+    @cached_property
     def token_ids(self) -> mx.array:
         """The tokens of the rows, the anchor and the drafts: [k + 1] int32."""
         anchor = mx.array(self.generation.tokens[-1:], dtype=mx.int32)
