@@ -45,8 +45,8 @@ LEVELS: list[dict[str, str]] = [
         "rms_norm_rows rope row_products row_spans topk_rows",
     },
     {
-        "metal_kernels.launching": "constants cores cpu_build cpu_library cuda_dialect implementations launch "
-        "tensor_cores",
+        "metal_kernels.launching": "cache_folder constants cores cpu_build cpu_library cuda_dialect "
+        "implementations launch tensor_cores",
     },
 ]
 # The drafters do not know each other, though they are one room.

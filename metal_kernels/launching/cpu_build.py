@@ -5,9 +5,10 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from metal_kernels.launching.cache_folder import cache_folder
 
 FOLDER = Path(__file__).parent.parent / "cpu"
 FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
@@ -64,13 +65,3 @@ def cpu_features() -> str:
         return platform.machine()
     named = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return f"{platform.machine()} {named}"
-
-
-def cache_folder() -> Path:
-    """Return the folder that ``mlx_spec`` uses: ``$MLX_SPEC_CACHE``, or its own among the platform's caches."""
-    if chosen := os.environ.get("MLX_SPEC_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx_spec"
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "mlx_spec"
