@@ -10,6 +10,8 @@ MlxSpecError
 ├── PositionError         a cache or drafter was asked for a position it cannot reach
 ├── NonFiniteError        no token can be chosen: the target's logits hold NaN or infinity
 └── DrafterFailure        a draft pass produced NaN or infinity; the engine goes on without drafts
+
+ModelWarning, a UserWarning, says in one sentence what was found in a checkpoint that does not stop the load.
 """
 
 
@@ -51,3 +53,7 @@ class NonFiniteError(MlxSpecError):
 
 class DrafterFailure(MlxSpecError):
     """A draft pass produced NaN or infinity; the engine goes on without drafts."""
+
+
+class ModelWarning(UserWarning):
+    """Something in a checkpoint that its user should know, and that does not stop the load."""

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from mlx_spec.diagnose.wiring import TEXT, better_wiring, measure_wirings
 from mlx_spec.drafters.wiring import Wirings
+from mlx_spec.errors import ModelWarning
 from mlx_spec.measure import store
 from mlx_spec.target import Target
 
@@ -30,7 +31,7 @@ def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str, pr
         entry = {"better": better_wiring(measured, name)}
         store.write(key, entry)
     if entry["better"]:
-        warnings.warn(entry["better"], stacklevel=3)
+        warnings.warn(entry["better"], ModelWarning, stacklevel=3)
 
 
 def fingerprint(target: Target, wirings: Wirings) -> str:
