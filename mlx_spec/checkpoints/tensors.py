@@ -10,7 +10,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.errors import DrafterMismatch
+from mlx_spec.errors import DrafterMismatch, ModelError
 
 INDEX = "model.safetensors.index.json"
 
@@ -23,26 +23,29 @@ def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
     return tensors
 
 
-def read_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
-    """Read safetensors files, lazily but for headers. Raises DrafterMismatch when one is missing or broken."""
+def read_files(paths: Sequence[Path], name: str, error: type[ModelError] = DrafterMismatch) -> dict[str, mx.array]:
+    """Read safetensors files, lazily but for headers. Raises ``error`` when one is missing or broken."""
     tensors: dict[str, mx.array] = {}
     for path in paths:
         try:
             loaded = mx.load(str(path))
             assert isinstance(loaded, dict)
             tensors.update(loaded)
-        except Exception as error:
-            raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
+        except Exception as reason:
+            raise error(f"{name}: {path.name} cannot be read ({reason}); download it again.") from None
     return tensors
 
 
-def read_index(path: Path, name: str) -> dict[str, str]:
-    """Return which file holds each tensor by the index of a checkpoint; empty where there is no index."""
+def read_index(path: Path, name: str, error: type[ModelError] = DrafterMismatch) -> dict[str, str]:
+    """Return which file holds each tensor by the index of a checkpoint; empty where there is no index.
+
+    Raises ``error`` where it is no index.
+    """
     try:
         shards = json.loads(path.read_text())["weight_map"] if path.exists() else {}
         return {str(tensor): str(file) for tensor, file in shards.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: {path.name} is no index of safetensors files ({error!r}).") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as reason:
+        raise error(f"{name}: {path.name} is no index of safetensors files ({reason!r}).") from None
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> None:
