@@ -32,7 +32,7 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.drafters.eagle": "head kind load source spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
-    {"mlx_spec.checkpoints": "config hub tensors torch_file"},
+    {"mlx_spec.checkpoints": "config hub rope_settings settings tensors torch_file"},
     {
         "mlx_spec.demo": "gguf model",
         "mlx_spec.target": "batch_layout delta_net families layers linears pages recurrent rope target",

@@ -6,9 +6,10 @@ import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
-from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
+from mlx_spec.drafters.dflash2.config import HARMLESS, DFlash2Config, read_settings
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.tensors import native_names
 from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_to_target
@@ -27,7 +28,8 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     Raises DrafterMismatch when the checkpoint is incomplete or was made for another target.
     """
     raw = read_config_file(folder, name, "drafter", DrafterMismatch)
-    config = read_config(raw, name)
+    settings = Settings(raw, name, DrafterMismatch)
+    config = read_settings(settings)
     check_target(config.hidden_size, config.vocab_size, target, name, config.num_target_layers)
     check_config(config, target, name)
     model = DraftModel(config)
@@ -35,6 +37,7 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     if target.dtype == mx.float16:
         shrink(model)
     fit_to_target(model, target, name, dequantize=dequantize)
+    settings.warn_of_unread(HARMLESS)
     return DFlash2Drafter(config, model, target)
 
 
@@ -54,10 +57,6 @@ def check_config(config: DFlash2Config, target: Target, name: str) -> None:
                 f"{name}: draft_token_ids has {len(config.draft_token_ids)} ids, fewer than selector_top_k "
                 f"{config.selector_top_k}."
             )
-    if config.conv_kernel_size and config.hidden_size % config.conv_group_size:
-        raise DrafterMismatch(
-            f"{name}: hidden size {config.hidden_size} is no multiple of conv_group_size {config.conv_group_size}."
-        )
 
 
 def shrink(model: DraftModel) -> None:
