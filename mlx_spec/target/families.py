@@ -46,7 +46,7 @@ class Family:
     config_class: the class of transformers that reads its ``config.json``.
     fixed: settings of which only these values are computed, by mlx-lm's modules or here.
     is_nested: the language model is part of a vision model.
-    partial_rotary: a part of each head may be rotated.
+    rotary_share: how much of a head is rotated where that is not said; 1 where it is always all of it.
     slides_everywhere: a ``sliding_window`` is one of all layers, where ``layer_types`` does not say otherwise.
     """
 
@@ -57,12 +57,12 @@ class Family:
     feed_forward: Callable[[Any], FeedForward] = dense
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     is_nested: bool = False
-    partial_rotary: bool = False
+    rotary_share: float = 1.0
     slides_everywhere: bool = False
 
 
 NO_BIAS = {"attention_bias": (False,)}
-gated_family = partial(Family, qk_norm=True, gated_attention=True, partial_rotary=True)
+gated_family = partial(Family, qk_norm=True, gated_attention=True, rotary_share=0.25)
 ALL = (
     Family("llama", "LlamaConfig"),
     # A Qwen2 with heads for further tokens; its class comes with its checkpoints.

@@ -8,20 +8,24 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 from mlx_lm.models.qwen3_5 import TextModelArgs
+from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import _get_classes
 
+from metal_kernels import Rope
+from mlx_spec.checkpoints.rope_settings import RopeSettings, read_rope
+from mlx_spec.checkpoints.settings import Settings, is_harmless
 from mlx_spec.errors import ModelWarning, UnsupportedModel
 from mlx_spec.target.families import Family, family_of, text_config
-from mlx_spec.target.rope_settings import RopeSettings, is_positive
+from mlx_spec.target.rope import rope_frequencies
 
 DEFAULT_CONTEXT = 8192
 # What every model has to say; of other keys that are missing, transformers' class has a default.
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -42,96 +46,34 @@ SIZES = (
 )
 # Read here, besides what the classes of transformers and mlx-lm declare.
 READ = {
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "layer_types",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "full_attention_interval",
-    "num_local_experts",
-    "head_dim",
-    "text_config",
-    "model_type",
-    "model_file",
-    "quantization",
-    "quantization_config",
-    "quantize_activations",
-    "eos_token_id",
-    "mrope_section",
-    "mrope_interleaved",
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    ),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "full_attention_interval"),
+    *("num_local_experts", "head_dim", "text_config", "model_file", "quantize_activations", "tie_word_embeddings"),
+    # Text has one position of each kind, so these change nothing.
+    *("mrope_section", "mrope_interleaved"),
 }
-# Of these, not of the model class.
-NOT_FOR_CLASSES = {
-    "model_type",
-    "model_file",
-    "text_config",
-    "quantization",
-    "quantization_config",
-    "eos_token_id",
-}
-HARMLESS = {
-    # what the files are and who wrote them
-    "_name_or_path",
-    "name_or_path",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "mlx_lm_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "compression_config",
-    # special tokens, and settings of generation, which have a file of their own
-    "bos_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "max_length",
-    "max_new_tokens",
-    "repetition_penalty",
-    "task_specific_params",
-    # training
-    "attention_dropout",
-    "hidden_dropout",
-    "initializer_range",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "pretraining_tp",
-    "rope_init_function",
-    # how a program computes or reports, not what
-    "use_cache",
-    "attn_implementation",
-    "_attn_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "tie_encoder_decoder",
-    "torchscript",
-    "_scalar_scales",
-    # other parts of the checkpoint: vision, and heads that predict further tokens
-    "vision_config",
-    "image_token_id",
-    "video_token_id",
-    "vision_start_token_id",
-    "vision_end_token_id",
-    "language_model_only",
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
+# Not for the model classes, which would refuse or change them.
+APART = {"model_type", "model_file", "text_config", "quantization", "quantization_config", "eos_token_id"}
+# Of other parts of the checkpoint: vision, and heads that predict further tokens.
+OTHER_PARTS = {
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("language_model_only", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    # Of generation, which has a file of its own.
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "repetition_penalty"),
+    # Of programs: how they report or compute.
+    *(
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "attn_implementation",
+        "unsloth_fixed",
+        "compression_config",
+    ),
 }
 # Keys of which one value is computed, for every family.
 FIXED: Mapping[str, Sequence[Any]] = {
@@ -163,7 +105,7 @@ class ModelConfig:
     arguments: dict[str, Any]
     context: int
     windows: tuple[int | None, ...]
-    rope: RopeSettings
+    rope: Rope
     unknown: tuple[str, ...]
 
     @staticmethod
@@ -175,23 +117,28 @@ class ModelConfig:
         has_head: whether the checkpoint holds an output head; None where that is not known.
         Raises UnsupportedModel for a family or a value that mlx_spec does not run; the message names the key.
         """
-        family, text = family_of(config, name), text_config(config)
-        try:
-            values = read_values(text, family)
-            check_sizes(values, family)
-            check_fixed({**text, **values}, family)
-            rope, windows = read_rope(text, values, family), windows_of(values, family)
-            interval = {"full_attention_interval": attention_interval(values)}
-        except ValueError as error:
-            raise UnsupportedModel(f"{name}: config.json cannot be run: {error}.") from None
-        plain = {**PLAIN_ROPE, "layer_types": ["full_attention"] * len(windows), "sliding_window": None}
-        tied = {"tie_word_embeddings": is_tied(config, has_head)}
+        family = family_of(config, name)
+        given = Settings(text_config(config), name, UnsupportedModel)
+        check_sizes(given)
+        positions = given.count("max_position_embeddings", DEFAULT_CONTEXT)
+        rope = read_target_rope(given, family, positions)
+        values = read_values(given, family)
+        check_fixed(given, values, family)
+        context = stretched_context(rope, positions)
+        windows = [window if window and window < context else None for window in windows_of(given, values, family)]
+        own = {
+            **PLAIN_ROPE,
+            "layer_types": ["full_attention"] * len(windows),
+            "sliding_window": None,
+            "full_attention_interval": attention_interval(given, values),
+            "tie_word_embeddings": is_tied(config, has_head),
+        }
         return ModelConfig(
-            arguments=merged(config, {**values, **plain, **interval, **tied}),
-            context=rope.context,
-            windows=tuple(window if window and window < rope.context else None for window in windows),
-            rope=rope,
-            unknown=(*unknown_keys(config, family), *(f"rope_parameters.{key}" for key in rope.unknown)),
+            arguments=merged(config, {**values, **own}),
+            context=context,
+            windows=tuple(windows),
+            rope=build_rope(rope, positions, given.flag("rope_traditional", False)),
+            unknown=tuple(unknown_keys(config, given, family)),
         )
 
     def warn(self, name: str) -> None:
@@ -205,26 +152,64 @@ class ModelConfig:
             )
 
 
-def read_values(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of a model that transformers' class and mlx-lm's know, complete and of the right types.
+def check_sizes(given: Settings) -> None:
+    """Raise the error of the settings for sizes that are missing, no positive numbers, or do not divide."""
+    for key in NEEDED:
+        given.count(key)
+    given.positive("rms_norm_eps")
+    for key in SIZES:
+        if given.has(key):
+            given.count(key)
+    heads, kv_heads = given.count("num_attention_heads"), given.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise given.refusal("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
 
-    text: the configuration of the language model.
-    Raises ValueError that names the key.
+
+def read_target_rope(given: Settings, family: Family, positions: int) -> RopeSettings:
+    """Read the position encoding. Raises the error of the settings for one that is not run."""
+    config_class = getattr(transformers, family.config_class)
+    divided = given.count("hidden_size") // given.count("num_attention_heads")
+    size = given.count("head_dim", config_class().to_dict().get("head_dim", divided))
+    if size != divided and "head_dim" not in argument_names(family):
+        raise given.refusal("head_dim", f"hidden_size / num_attention_heads ({divided}) in {family.model_type}")
+    if size % 2:
+        raise given.refusal("head_dim", "an even number")
+    share = replace(given, values={"partial_rotary_factor": family.rotary_share})
+    rope = read_rope(given.over(share), size, positions, getattr(config_class, "default_theta", 10000.0))
+    if rope.dims != size and family.rotary_share == 1:
+        raise given.refusal("partial_rotary_factor", f"1 in {family.model_type} models, which rotate whole heads")
+    return rope
+
+
+def read_values(given: Settings, family: Family) -> dict[str, Any]:
+    """Return the settings that transformers' class and mlx-lm's know, complete and of the right types.
+
+    Raises UnsupportedModel that names the key.
     """
-    if missing := [key for key in NEEDED if text.get(key) is None]:
-        raise ValueError(f"it has no {' and no '.join(missing)}")
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(text.get(key), Mapping | None):
-            raise ValueError(f"{key} is {text[key]!r}, not an object")
     config_class, arguments = getattr(transformers, family.config_class), argument_names(family)
-    known = (config_class().to_dict().keys() | arguments | READ) - HARMLESS
-    given = {key: copy.deepcopy(value) for key, value in text.items() if key in known - NOT_FOR_CLASSES}
+    declared = config_class().to_dict().keys() | arguments | READ
+    known = {key for key in declared - OTHER_PARTS - APART if not is_harmless(key)}
+    theirs = {key: copy.deepcopy(value) for key, value in given.values.items() if key in known}
     try:
-        read = config_class(**given)
+        read = config_class(**theirs)
     except Exception as error:  # of several classes, by what is wrong
-        raise ValueError(str(error).strip().splitlines()[-1].strip().rstrip(".")) from None
-    values = {key: getattr(read, key) for key in known if hasattr(read, key)}
-    return {**{key: text[key] for key in arguments & text.keys()}, **values}
+        reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
+        raise UnsupportedModel(f"{given.name}: config.json cannot be read ({reason}).") from None
+    return {key: getattr(read, key) for key in known if hasattr(read, key)}
+
+
+def build_rope(settings: RopeSettings, positions: int, traditional: bool) -> Rope:
+    """Build a position encoding from mlx-lm's."""
+    module = initialize_rope(settings.dims, settings.base, traditional, settings.scaling, positions)
+    return rope_frequencies(module)
+
+
+def stretched_context(rope: RopeSettings, positions: int) -> int:
+    """Return the most positions of a sequence: YaRN stretches the original ones."""
+    scaling = rope.scaling or {}
+    if scaling.get("rope_type") != "yarn":
+        return positions
+    return max(positions, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
 
 
 def argument_names(family: Family) -> set[str]:
@@ -233,73 +218,34 @@ def argument_names(family: Family) -> set[str]:
     return {field.name for field in dataclasses.fields(arguments)}
 
 
-def check_sizes(values: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for sizes that are no positive numbers or do not divide each other."""
-    for key in SIZES:
-        value = values.get(key)
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            raise ValueError(f"{key} is {value!r}, not a positive whole number")
-    if not is_positive(values["rms_norm_eps"]):
-        raise ValueError(f"rms_norm_eps is {values['rms_norm_eps']!r}, not a positive number")
-    heads, kv_heads = values["num_attention_heads"], values.get("num_key_value_heads")
-    if kv_heads and heads % kv_heads:
-        raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
-    size = values["hidden_size"] // heads
-    if "head_dim" not in argument_names(family) and head_dim(values) != size:
-        raise ValueError(
-            f"head_dim is {values['head_dim']}; {family.model_type} heads have hidden_size / heads = {size}"
-        )
-
-
-def check_fixed(values: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for a setting of which another value is computed here."""
+def check_fixed(given: Settings, values: Mapping[str, Any], family: Family) -> None:
+    """Raise the error of the settings for one of which another value is computed here."""
     for key, computed in {**FIXED, **family.fixed}.items():
-        found = values.get(key)
+        found = values.get(key, given.get(key))
         if found is not None and found not in computed:
-            raise ValueError(
-                f"{key} is {found!r}; mlx_spec computes {family.model_type} with {computed[0]!r} only"
-            )
+            raise given.refusal(key, f"{computed[0]!r}, with which mlx_spec computes {family.model_type} models")
 
 
-def read_rope(text: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> RopeSettings:
-    """Read the position encoding. Raises ValueError that names the key."""
-    given = values["rope_parameters"]
-    if nested := [key for key in given if key.endswith("_attention")]:
-        raise ValueError(f"rope_parameters differ by layer ({', '.join(nested)}); one for all layers is known")
-    part = given.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    part = 1.0 if part is None else part
-    if not is_positive(part) or part > 1 or (part != 1 and not family.partial_rotary):
-        raise ValueError(f"partial_rotary_factor is {part!r}; {family.model_type} models rotate whole heads")
-    positions = text.get("max_position_embeddings") or DEFAULT_CONTEXT
-    dims = int(head_dim(values) * part)
-    return RopeSettings.read(given, dims, positions, bool(text.get("rope_traditional")))
-
-
-def head_dim(values: Mapping[str, Any]) -> int:
-    """Return the size of an attention head."""
-    return int(values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"])
-
-
-def windows_of(values: Mapping[str, Any], family: Family) -> list[int | None]:
-    """Return what each layer's attention sees, see ModelConfig. Raises ValueError for kinds that are not known."""
-    layers, window = values["num_hidden_layers"], values.get("sliding_window")
+def windows_of(given: Settings, values: Mapping[str, Any], family: Family) -> list[int | None]:
+    """Return what each layer's attention sees, see ModelConfig. Raises the error of the settings."""
+    layers, window = given.count("num_hidden_layers"), values.get("sliding_window")
     otherwise = "sliding_attention" if family.slides_everywhere and window else "full_attention"
     kinds = values.get("layer_types") or [otherwise] * layers
     if len(kinds) != layers or not {*kinds} <= {"full_attention", "sliding_attention", "linear_attention"}:
-        raise ValueError(f"layer_types is {kinds!r}; needed is a known kind for each of {layers} layers")
-    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
-        raise ValueError(f"sliding_window is {window!r}; layers of sliding_attention need a positive number")
+        raise given.refusal("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
+    if "sliding_attention" in kinds:
+        window = given.count("sliding_window", window)
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def attention_interval(values: Mapping[str, Any]) -> int:
-    """Return n where every n-th layer of a hybrid has attention. Raises ValueError for other orders."""
+def attention_interval(given: Settings, values: Mapping[str, Any]) -> int:
+    """Return n where every n-th layer of a hybrid has attention. Raises the error of the settings for others."""
     kinds = values.get("layer_types") or []
     if "linear_attention" not in kinds:
         return 1
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     if [(i + 1) % interval == 0 for i in range(len(kinds))] != [kind == "full_attention" for kind in kinds]:
-        raise ValueError(f"layer_types is {kinds!r}; full_attention has to be every n-th layer")
+        raise given.refusal("layer_types", "full_attention in every n-th layer, linear_attention in others")
     return interval
 
 
@@ -322,9 +268,8 @@ def merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     return {**config, **values}
 
 
-def unknown_keys(config: Mapping[str, Any], family: Family) -> list[str]:
+def unknown_keys(config: Mapping[str, Any], given: Settings, family: Family) -> list[str]:
     """Return the keys that are set and that neither the model classes nor this file know."""
-    known = argument_names(family) | READ | HARMLESS | FIXED.keys() | family.fixed.keys()
-    return sorted(
-        {key for part in (config, text_config(config)) for key in part if key not in known and part[key]}
-    )
+    known = argument_names(family) | READ | OTHER_PARTS | FIXED.keys() | family.fixed.keys()
+    outside = Settings(config, given.name, given.error)
+    return sorted({*given.unread(known), *outside.unread(known)})

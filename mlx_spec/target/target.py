@@ -317,7 +317,7 @@ class Target:
 
 def read_layers(decoder: Any, family: Family, args: Any, settings: ModelConfig, name: str) -> list[Layer]:
     """Read the layers of a decoder of mlx-lm. Raises UnsupportedModel, see ``Layer.of``."""
-    layers, rope = list[Layer](), settings.rope.build()
+    layers, rope = list[Layer](), settings.rope
     recurrent = [is_recurrent(module) for module in decoder.layers]
     for i, (module, window) in enumerate(zip(decoder.layers, settings.windows, strict=True)):
         layers.append(Layer.of(module, family, args, recurrent[:i].count(recurrent[i]), window, rope, name))
