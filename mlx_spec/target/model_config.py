@@ -121,13 +121,15 @@ class ModelConfig:
         given = Settings(text_config(config), name, UnsupportedModel)
         check_sizes(given)
         positions = given.count("max_position_embeddings", DEFAULT_CONTEXT)
-        rope = read_target_rope(given, family, positions)
+        size = head_size(given, family)
+        rope = read_target_rope(given, family, size, positions)
         values = read_values(given, family)
         check_fixed(given, values, family)
         context = stretched_context(rope, positions)
         windows = [window if window and window < context else None for window in windows_of(given, values, family)]
         own = {
             **PLAIN_ROPE,
+            "head_dim": size,
             "layer_types": ["full_attention"] * len(windows),
             "sliding_window": None,
             "full_attention_interval": attention_interval(given, values),
@@ -165,20 +167,29 @@ def check_sizes(given: Settings) -> None:
         raise given.refusal("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
 
 
-def read_target_rope(given: Settings, family: Family, positions: int) -> RopeSettings:
-    """Read the position encoding. Raises the error of the settings for one that is not run."""
-    config_class = getattr(transformers, family.config_class)
+def head_size(given: Settings, family: Family) -> int:
+    """Return the size of an attention head. Raises the error of the settings for one that is not run."""
     divided = given.count("hidden_size") // given.count("num_attention_heads")
-    size = given.count("head_dim", config_class().to_dict().get("head_dim", divided))
+    size = given.count("head_dim", class_of(family)().to_dict().get("head_dim", divided))
     if size != divided and "head_dim" not in argument_names(family):
         raise given.refusal("head_dim", f"hidden_size / num_attention_heads ({divided}) in {family.model_type}")
     if size % 2:
         raise given.refusal("head_dim", "an even number")
+    return size
+
+
+def read_target_rope(given: Settings, family: Family, size: int, positions: int) -> RopeSettings:
+    """Read the position encoding. Raises the error of the settings for one that is not run."""
     share = replace(given, values={"partial_rotary_factor": family.rotary_share})
-    rope = read_rope(given.over(share), size, positions, getattr(config_class, "default_theta", 10000.0))
+    rope = read_rope(given.over(share), size, positions, getattr(class_of(family), "default_theta", 10000.0))
     if rope.dims != size and family.rotary_share == 1:
         raise given.refusal("partial_rotary_factor", f"1 in {family.model_type} models, which rotate whole heads")
     return rope
+
+
+def class_of(family: Family) -> Any:
+    """Return the class of transformers that reads the configuration of a family."""
+    return getattr(transformers, family.config_class)
 
 
 def read_values(given: Settings, family: Family) -> dict[str, Any]:
@@ -186,8 +197,8 @@ def read_values(given: Settings, family: Family) -> dict[str, Any]:
 
     Raises UnsupportedModel that names the key.
     """
-    config_class, arguments = getattr(transformers, family.config_class), argument_names(family)
-    declared = config_class().to_dict().keys() | arguments | READ
+    config_class = class_of(family)
+    declared = config_class().to_dict().keys() | argument_names(family) | READ
     known = {key for key in declared - OTHER_PARTS - APART if not is_harmless(key)}
     theirs = {key: copy.deepcopy(value) for key, value in given.values.items() if key in known}
     try:
