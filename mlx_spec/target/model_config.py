@@ -184,6 +184,9 @@ def read_target_rope(given: Settings, family: Family, size: int, positions: int)
     rope = read_rope(given.over(share), size, positions, getattr(class_of(family), "default_theta", 10000.0))
     if rope.dims != size and family.rotary_share == 1:
         raise given.refusal("partial_rotary_factor", f"1 in {family.model_type} models, which rotate whole heads")
+    scaling = rope.scaling or {}
+    if scaling.get("short_factor") != scaling.get("long_factor"):
+        raise given.refusal("rope_parameters", "of a kind whose angles do not change with the length of the text")
     return rope
 
 
