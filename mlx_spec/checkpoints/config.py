@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_spec.errors import ModelError
 
-LFS_POINTER = "version https://git-lfs.github.com/spec"
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
 
 
 def read_config(folder: Path, name: str, what: str, error: type[ModelError]) -> dict[str, Any]:
@@ -29,9 +29,7 @@ def read_json(path: Path, name: str, error: type[ModelError]) -> dict[str, Any]:
     error: raised where the file cannot be read or holds anything else.
     """
     try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError:
-        raise error(f"{name}: {path.name} is no UTF-8 text; download it again.") from None
+        text = path.read_bytes()
     except OSError as reason:
         raise error(f"{name}: {path.name} cannot be read ({reason.strerror or reason}).") from None
     if text.startswith(LFS_POINTER):
