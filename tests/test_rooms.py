@@ -29,7 +29,7 @@ LEVELS: list[dict[str, str]] = [
     {
         "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
         "mlx_spec.drafters.dflash2": "block config drafter kind load selector tensors writer",
-        "mlx_spec.drafters.eagle": "head kind load source spec tensors wirings",
+        "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
     {"mlx_spec.checkpoints": "hub"},

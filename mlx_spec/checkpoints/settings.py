@@ -16,7 +16,8 @@ HARMLESS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
     *("use_cache", "return_dict", "use_return_dict", "is_decoder", "is_encoder_decoder", "initializer_range"),
     *("chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"),
-    *("pretraining_tp", "task_specific_params", "tie_word_embeddings"),
+    *("speculators_model_type", "speculators_config"),
+    *("pretraining_tp", "task_specific_params", "tie_word_embeddings", "mrope_section", "mrope_interleaved"),
 }
 # Of training, of generation and of reports: they say nothing of a forward pass.
 HARMLESS_PARTS = (

@@ -18,10 +18,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoints.config import read_config
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
-from mlx_spec.drafters.mtp.load import build_head, layer_config, no_head
+from mlx_spec.drafters.mtp.load import build_head, no_head
 from mlx_spec.drafters.mtp.source import head_files
-from mlx_spec.drafters.mtp.spec import plain_type, spec_of
+from mlx_spec.drafters.mtp.spec import layer_config, plain_type, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch, MlxSpecError
 from mlx_spec.loading.drafter import resolve_drafter
@@ -46,7 +47,11 @@ def extract(model: str, out: Path, bits: int | None, group_size: int) -> dict[st
     """Write the head and return what was written. Raises ModelError."""
     place = resolve_drafter(model, progress=sys.stderr.isatty())
     config = read_config(place, model, "model", DrafterMismatch)
-    spec, layer, layers = spec_of(config, model), layer_config(config), num_layers_of(config)
+    spec, layer, layers = (
+        spec_of(config, model),
+        layer_config(Settings(config, model, DrafterMismatch)),
+        num_layers_of(config),
+    )
     tensors = head_tensors(read_files(head_files(place, spec, layers, model), model), spec, layers, model)
     if not tensors:
         raise DrafterMismatch(no_head(model))

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from metal_kernels import linear_rows
-from mlx_spec.checkpoints.tensors import is_finite, is_quantized, quantize_head
+from mlx_spec.checkpoints.tensors import is_finite, is_quantized, quantize_head, type_name
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 from mlx_spec.target.linears import linear_of
@@ -118,11 +118,6 @@ def fit_to_target(
             f"{name}: {', '.join(sorted(broken)[:MAX_SHOWN])} exceed what {type_name(target.dtype)}, the target's "
             "type, can hold. Load a target in bfloat16 or float32."
         )
-
-
-def type_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type, such as "float16"."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def add_own_ends(head: nn.Module, tensors: Mapping[str, mx.array], vocab_size: int, hidden_size: int) -> None:

@@ -86,7 +86,8 @@ def load(
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         with using(kernels):
             options = DrafterOptions(ids, draft_bits, quantized_is_slow())
-            found = load_drafter(name, target, source, options, progress)
+            optional = drafter == AUTO and draft_vocab is None and draft_bits is None
+            found = load_drafter(name, target, source, options, progress, optional)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     bound = None if found is None else found.drafter

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec.checkpoints.config import read_json
 from mlx_spec.checkpoints.tensors import INDEX, read_files, read_index
-from mlx_spec.errors import ModelError, ModelWarning, UnsupportedModel
+from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, UnsupportedModel
 from mlx_spec.target.model_config import ModelConfig
 
 # mlx-lm reads these files, and their metadata, from a folder.
@@ -58,10 +58,13 @@ def weight_names(folder: Path, name: str) -> set[str]:
         raise ModelError(
             f"{name} holds no {WEIGHTS} file, only {found}: convert other formats with mlx_lm.convert."
         )
-    shards = read_index(folder / INDEX, name, ModelError).values()
+    try:
+        shards, tensors = read_index(folder / INDEX, name).values(), read_files(files, name)
+    except DrafterMismatch as error:  # as it is when a drafter's files are read
+        raise ModelError(str(error)) from None
     if missing := sorted({*shards} - {path.name for path in files}):
         raise ModelError(f"{name}: {INDEX} names {', '.join(missing)}, which is not there; download it again.")
-    return {*read_files(files, name, ModelError)}
+    return {*tensors}
 
 
 @contextmanager

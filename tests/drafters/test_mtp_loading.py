@@ -259,7 +259,7 @@ def test_more_than_one_layer(prefix: str, tmp_path: Path) -> None:
     [
         ({"hidden_size": 32}, ("hidden size 32", "has 64")),
         ({"vocab_size": 100}, ("vocabulary size 100", "has 96")),
-        ({"hidden_size": None}, ("hidden size None",)),
+        ({"hidden_size": None}, ("config.json has no 'hidden_size'",)),
         ({"num_attention_heads": None}, ("config.json",)),
         ({"rms_norm_eps": ...}, ("config.json", "rms_norm_eps")),
     ],

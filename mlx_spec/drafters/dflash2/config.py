@@ -44,7 +44,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # What changes nothing here: layer types say where windows are, and the target is given.
 HARMLESS = {
-    *("use_sliding_window", "max_window_layers", "speculators_config", "target_hidden_size", "num_anchors"),
+    *("use_sliding_window", "max_window_layers", "target_hidden_size", "num_anchors"),
     *("swa_window_size", "mask_token", "target_model", "target_model_type"),
 }
 # Keys that configurations of other drafters do not have, unless they are of a kind that is asked before.

@@ -50,13 +50,15 @@ def check_config(config: DFlash2Config, target: Target, name: str) -> None:
         wrong = [i for i in ids if not 0 <= i < limit]
         if wrong:
             raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
-    if config.draft_token_ids is not None:
-        check_draft_ids(config.draft_token_ids, "draft_token_ids of config.json", target, name)
-        if len(config.draft_token_ids) < config.selector_top_k:
-            raise DrafterMismatch(
-                f"{name}: draft_token_ids has {len(config.draft_token_ids)} ids, fewer than selector_top_k "
-                f"{config.selector_top_k}."
-            )
+    ids, count = config.draft_token_ids, config.vocab_size
+    if ids is not None:
+        check_draft_ids(ids, "draft_token_ids of config.json", target, name)
+        count = len(ids)
+    if count < config.selector_top_k:
+        what = "a vocabulary of" if ids is None else "draft_token_ids has"
+        raise DrafterMismatch(
+            f"{name}: {what} {count} ids, fewer than selector_top_k {config.selector_top_k} of config.json."
+        )
 
 
 def shrink(model: DraftModel) -> None:

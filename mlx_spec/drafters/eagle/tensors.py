@@ -1,6 +1,7 @@
 """From the tensors of a checkpoint to those of our head: names, and the tokens that it drafts from."""
 
 import re
+from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,21 @@ def head_tensors(tensors: dict[str, mx.array], name: str) -> dict[str, mx.array]
             f"{name} has {len(layers)} EAGLE layers; mlx_spec runs heads of one layer, whose output it feeds back."
         )
     return ours
+
+
+def is_head(names: Iterable[str]) -> bool:
+    """Whether these are the names of a head's tensors.
+
+    EAGLE-3 has a norm of hidden states in its layer, EAGLE-1 and 2 have none before attention; DFlash has one
+    beside its layers, and an MTP head norms before ``fc``.
+    """
+    ours = {key.removeprefix("model.") for key in names}
+    if any(key.startswith(("hidden_norm.", "pre_fc_norm_", "encoder.", "mtp")) for key in ours):
+        return False
+    if any(key.startswith("midlayer.") for key in ours) or "layers.0.hidden_norm.weight" in ours:
+        return True
+    first = {"fc.weight", "layers.0.self_attn.o_proj.weight"} <= ours
+    return first and "layers.0.input_layernorm.weight" not in ours
 
 
 def is_fused(tensors: dict[str, mx.array]) -> bool:
