@@ -12,7 +12,7 @@ from mlx_spec.engine import Engine
 from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
-from mlx_spec.loading.drafter import AUTO, KINDS, drafter_name, load_drafter
+from mlx_spec.loading.drafter import AUTO, drafter_name, is_drafter, load_drafter
 from mlx_spec.loading.model import read_model, read_tokenizer
 from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
 from mlx_spec.measure.costs import measured_costs
@@ -68,7 +68,7 @@ def load(
     kernels = chosen_kernels(exact)
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
-    refuse_other_content(config, model)
+    refuse_other_content(folder, config, model)
     loaded = read_model(folder, config, model)
     # Without a word on it, transformers asks on standard input.
     settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
@@ -101,12 +101,10 @@ def load(
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 
 
-def refuse_other_content(config: Mapping[str, Any], name: str) -> None:
+def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:
     """Raise UnsupportedModel for a checkpoint that is a drafter, or whose architecture is Python code."""
-    if kind := next((kind for kind in KINDS if kind.claims(config)), None):
-        raise UnsupportedModel(
-            f"{name} holds a drafter ({kind.title}): give it as --drafter, and its target as --model."
-        )
+    if is_drafter(folder, config):
+        raise UnsupportedModel(f"{name} holds a drafter: give it as --drafter, and its target as --model.")
     family_of(config, name)
     if "model_file" in config:
         raise UnsupportedModel(f"{name} brings its architecture as Python code, which mlx_spec does not run.")

@@ -148,7 +148,8 @@ def test_end_tokens_of_every_file_end_a_text(plain: Path, tmp_path: Path, file: 
 
 def test_what_is_no_end_token_is_left_out(plain: Path, tmp_path: Path) -> None:
     """Optional files never end a load."""
-    folder = edited(copied(plain, tmp_path / "m"), eos_token_id=[EOS, "</s>", None, -1, True])
+    folder = copied(plain, tmp_path / "m")
+    edited(folder, "generation_config.json", eos_token_id=[EOS, "</s>", None, -1, True])
     with pytest.warns(ModelWarning, match="eos_token_id"):
         assert tokens(folder) == tokens(plain)
     (folder / "generation_config.json").write_text("{")
