@@ -284,9 +284,10 @@ def fuzz(edits: int, seed: int, place: Path, report: Callable[[str], None]) -> C
         case, edited = draw.choice(every), place / "edited"
         shutil.rmtree(edited, ignore_errors=True)
         shutil.copytree(case.folder, edited)
-        notes = [draw.choice((edit_json, edit_json, edit_file, edit_tensor))(draw, edited, models)]
-        if draw.random() < 0.2:
-            notes.append(edit_json(draw, edited, models) if (edited / "config.json").is_file() else "")
+        edits_now = [edit_json] * (draw.random() < 0.2) + [
+            draw.choice((edit_json, edit_json, edit_file, edit_tensor))
+        ]
+        notes = [edit(draw, edited, models) for edit in edits_now]
         try:
             with seconds(SECONDS):
                 found[run(case, edited, judged)] += 1
