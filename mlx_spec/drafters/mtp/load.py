@@ -11,7 +11,7 @@ from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_files, weight_files
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target, fit_vocabulary
 from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
 from mlx_spec.drafters.mtp.source import head_files, is_mtp_config
 from mlx_spec.drafters.mtp.spec import HARMLESS, check_layer, layer_config, rope_of, spec_of
@@ -56,13 +56,15 @@ def load_mtp(
         read_files([] if place.is_file() else weight_files(place, name), name)
         raise DrafterMismatch(no_head(name))
     layer = Settings(config, name, DrafterMismatch)
-    check_target(layer.count("hidden_size"), layer.count("vocab_size"), target, name)
+    vocab_size = layer.count("vocab_size")
+    check_target(layer.count("hidden_size"), vocab_size, target, name)
     d2t = tensors.pop("d2t", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, target, name)
-    head = build_head(config, tensors, name)
+    tensors = fit_vocabulary(tensors, vocab_size, target)
+    head = build_head({**config, "vocab_size": target.vocab_size}, tensors, name)
     load_tensors(head, tensors, name)
     fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
-    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    scores = draft_head(head.get("lm_head"), target, vocab_size, own_ids, draft_ids, name)
     forward = MTPForward.of(head, spec, family, name)
     if is_mtp_config(raw):
         settings.warn_of_unread(HARMLESS | {field.name for field in fields(head.args)})
