@@ -1,6 +1,7 @@
 """Which files hold a checkpoint's weights, what is said of others, and which bits are taken for numbers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mlx_spec.checkpoints.tensors import (
 )
 from mlx_spec.errors import DrafterMismatch
 
+ORACLES = Path(__file__).parent.parent / "oracles" / "speculators"
 APPLE = bytes.fromhex("00051607000200004d6163204f532058") + b" " * 8 + b"\0" * 60
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
 STRAY = {
@@ -77,6 +79,12 @@ def test_what_torch_wrote_is_read_where_there_is_nothing_else(tmp_path: Path) ->
     assert weight_files(tmp_path, "the head") == [tmp_path / "pytorch_model.bin"]
     weights = write(tmp_path, "model.safetensors")
     assert weight_files(tmp_path, "the head") == [weights]
+
+
+def test_a_file_is_read_as_what_it_is_whatever_its_name_says(tmp_path: Path) -> None:
+    for name in ("head.pt", "head.bin", "head.safetensors"):
+        shutil.copy(ORACLES / "torch_bin" / "pytorch_model.bin", tmp_path / name)
+        assert read_files([tmp_path / name], "the head")["fc.weight"].dtype == mx.bfloat16
 
 
 def test_every_unreadable_file_is_refused_with_its_reason(tmp_path: Path) -> None:
