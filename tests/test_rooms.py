@@ -13,7 +13,7 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 LEVELS: list[dict[str, str]] = [
     {"mlx_spec": "__init__ bench check extract_mtp quantize_drafter", "mlx_spec.generate": "__main__"},
     {"mlx_spec.cli": "bench check extract_mtp generate generate_flags quantize_drafter"},
-    {"mlx_spec.loading": "adapters draft_vocabulary drafter load weights"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch stream text_stream",
@@ -32,11 +32,13 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
-    {"mlx_spec.checkpoints": "config hub rope_settings settings tensors torch_file"},
+    {"mlx_spec.checkpoints": "hub"},
     {
         "mlx_spec.demo": "gguf model",
-        "mlx_spec.target": "batch_layout delta_net families layers linears pages recurrent rope target",
+        "mlx_spec.target": "batch_layout delta_net families layers linears model_config pages recurrent rope "
+        "target",
     },
+    {"mlx_spec.checkpoints": "config rope_settings settings tensors torch_file"},
     {"mlx_spec": "cache_folder errors"},
     {"metal_kernels.checks": "cases self_check timing"},
     {

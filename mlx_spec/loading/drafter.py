@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import DEMO, fetch, is_repo, resolve, with_weights
-from mlx_spec.checkpoints.tensors import INDEX, read_index
+from mlx_spec.checkpoints.tensors import INDEX, read_index, tensor_names
 from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.dflash2.kind import KIND as DFLASH2
@@ -143,6 +143,12 @@ def kind_of(source: DrafterSource, target_layers: int) -> Kind:
 def is_claimed(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
     """Whether a ``config.json`` and names of tensors show that a checkpoint is a drafter."""
     return any(kind.claims(config, tensors) for kind in KINDS)
+
+
+def is_drafter(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a drafter and not a whole model, which may have a head of its own."""
+    tensors = tensor_names(sorted(folder.glob("*.safetensors")), folder.name)
+    return is_claimed(config, tensors) and not is_whole_model(tensors)
 
 
 def is_whole_model(tensors: Collection[str]) -> bool:

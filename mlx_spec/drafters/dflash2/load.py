@@ -49,11 +49,11 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
 
 def check_config(config: DFlash2Config, target: Target, name: str) -> None:
     """Raise DrafterMismatch where numbers of a configuration do not fit each other or the target."""
-    for what, ids, limit in (
+    for what, named, limit in (
         ("target_layer_ids", config.target_layer_ids, target.num_layers),
         ("mask_token_id", [config.mask_token_id], target.vocab_size),
     ):
-        wrong = [i for i in ids if not 0 <= i < limit]
+        wrong = [i for i in named if not 0 <= i < limit]
         if wrong:
             raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
     count, what = config.vocab_size, "a vocabulary of"
