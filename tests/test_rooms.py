@@ -11,9 +11,13 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # From the top down. A room may import rooms of later lines, and modules of its own; rooms of one line do not know
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
-    {"mlx_spec": "__init__ bench check extract_mtp quantize_drafter", "mlx_spec.generate": "__main__"},
-    {"mlx_spec.cli": "bench check extract_mtp generate generate_flags quantize_drafter"},
-    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model weights"},
+    {
+        "mlx_spec": "__init__ bench check extract_mtp quantize_drafter",
+        "mlx_spec.drafters": "__main__",
+        "mlx_spec.generate": "__main__",
+    },
+    {"mlx_spec.cli": "bench check drafters extract_mtp generate generate_flags quantize_drafter"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch stream text_stream",

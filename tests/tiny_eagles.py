@@ -101,7 +101,7 @@ def midlayer(tensors: Tensors) -> Tensors:
 def speculators(config: dict[str, Any]) -> dict[str, Any]:
     """Put a configuration into the form of the speculators library."""
     outside = {"draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "target_hidden_size"}
-    outside |= {"eagle_aux_hidden_state_layer_ids", "norm_before_fc"}
+    outside |= {"eagle_aux_hidden_state_layer_ids", "norm_before_fc", "eagle_config"}
     layer = {key: value for key, value in config.items() if key not in outside and key != "architectures"}
     return {
         "architectures": ["Eagle3DraftModel"],

@@ -36,7 +36,7 @@ NEXTN = {
 
 def layer_of(family: str) -> dict[str, Any]:
     """Return what describes the decoder layer of a tiny target of a family."""
-    return layer_config(Settings(CONFIGS[family], "tiny", DrafterMismatch))
+    return dict(layer_config(Settings(CONFIGS[family], "tiny", DrafterMismatch)).values)
 
 
 def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Tensors:

@@ -99,7 +99,7 @@ class Pair(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         model_class, args_class = _get_classes(config)
-        self.config = layer_config(Settings(config, "the new head", DrafterMismatch))
+        self.config = dict(layer_config(Settings(config, "the new head", DrafterMismatch)).values)
         self.target = model_class(args_class.from_dict(copy.deepcopy(config)))
         self.head = MTPHead(copy.deepcopy(self.config))
         self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((self.config["hidden_size"],)))

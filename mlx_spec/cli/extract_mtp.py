@@ -47,17 +47,17 @@ def extract(model: str, out: Path, bits: int | None, group_size: int) -> dict[st
     """Write the head and return what was written. Raises ModelError."""
     place = resolve_drafter(model, progress=sys.stderr.isatty())
     config = read_config(place, model, "model", DrafterMismatch)
-    spec, layer, layers = (
-        spec_of(config, model),
-        layer_config(Settings(config, model, DrafterMismatch)),
-        num_layers_of(config),
-    )
+    layer = layer_config(Settings(config, model, DrafterMismatch))
+    spec, layers = spec_of(config, model), num_layers_of(config)
     tensors = head_tensors(read_files(head_files(place, spec, layers, model), model), spec, layers, model)
     if not tensors:
         raise DrafterMismatch(no_head(model))
-    d2t, head = tensors.pop("d2t", None), build_head(layer, tensors, model)
+    d2t, head = tensors.pop("d2t", None), build_head(layer, tensors)
     load_tensors(head, tensors, model)
-    written: dict[str, Any] = {"model_type": f"{plain_type(config.get('model_type'))}_mtp", "text_config": layer}
+    written: dict[str, Any] = {
+        "model_type": f"{plain_type(config.get('model_type'))}_mtp",
+        "text_config": layer.values,
+    }
     if bits is not None:
         quantize_head(head, group_size, bits)
         written["quantization"] = {"group_size": group_size, "bits": bits}

@@ -4,13 +4,16 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from one_draft import extend, propose
+from tiny_drafters import dflash2_config, random_tensors
 from tiny_eagles import (
     DRAFT_IDS,
     Tensors,
@@ -22,14 +25,22 @@ from tiny_eagles import (
     vocabulary,
     write_eagle,
 )
+from tiny_heads import head_tensors, renamed
 from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.drafters.eagle.spec import is_eagle, read_head_config, read_spec, resolve_layer_ids
-from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.drafters.eagle.spec import (
+    declared_parts,
+    is_eagle,
+    read_head_config,
+    read_spec,
+    resolve_layer_ids,
+)
+from mlx_spec.drafters.eagle.tensors import own_draft_ids
+from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, UnsupportedModel
 from mlx_spec.target import Target
 
 TOKENS = mx.array([5, 17, 3, 88, 41, 9], dtype=mx.int32)
@@ -261,6 +272,20 @@ def test_heads_are_told_by_their_config() -> None:
         assert not is_eagle(other, {})
 
 
+def test_heads_are_told_by_their_tensors() -> None:
+    """Published heads carry their target's architecture and number of layers, or say nothing."""
+    for version in (1, 3):
+        own = eagle_tensors(eagle_config(version=version), version)
+        for names in (own, midlayer(own), {f"model.{name}": 0 for name in own}):
+            for says in ({}, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}):
+                assert is_eagle(says, names.keys())
+    block = random_tensors(dflash2_config(num_hidden_layers=1, layer_types=["full_attention"]))
+    others = (block, midlayer(block), head_tensors("qwen3"), renamed(head_tensors("qwen3"), {}, "mtp."))
+    for tensors_of_others in others:
+        assert not is_eagle({}, tensors_of_others.keys())
+    assert not is_eagle({}, [name for name, _ in tree_flatten(target().model.parameters())])
+
+
 SHORT = [3, 4, 8, 15, 16, 23, 42, 50, 51, 52, 60, 61, 70, 71, 80, 90]
 OFFSETS = vocabulary(SHORT, 96)
 
@@ -330,9 +355,101 @@ def test_heads_that_work_in_another_way_are_refused_by_name(
     refusal(UnsupportedModel, write_eagle(tmp_path, {**CONFIG, **changes}, tensors()), word)
 
 
+WRONG = {
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"), (0, "64", [64], 1.5)
+    ),
+    "num_key_value_heads": (0, 3, "2"),
+    "head_dim": (0, "24", -24),
+    "rms_norm_eps": (0, -1e-5, "small", [1e-5], True),
+    "max_position_embeddings": (0, -1, "512", [512]),
+    "target_hidden_size": (0, "64"),
+    "rope_theta": (0, "10000", [1e4]),
+    "rope_parameters": ([1], "yarn", 3),
+    "rope_scaling": ([1], "yarn", 3),
+    "layer_types": (3, [1], {"a": 1}),
+    "eagle_config": ([1], "x", 3),
+    "norm_before_residual": (1, "true", [True]),
+    "fc_norm": (1, "no"),
+    IDS: (3, "1, 2, 3", [1.5, 2], ["1"], {"0": 1}),
+}
+
+
+@pytest.mark.parametrize("key", sorted(WRONG))
+@pytest.mark.parametrize("layout", [dict, speculators])
+def test_wrong_values_are_refused_by_key_and_value(layout: Callable[..., Any], key: str) -> None:
+    for value in WRONG[key]:
+        config = settings(layout(eagle_config(**{key: value})), "the head")
+        with pytest.raises(DrafterMismatch) as error:
+            read_head_config(config), read_spec(config, True, 4), declared_parts(config)
+        assert f"{key} in " in str(error.value) and f"is {value!r}, and must be" in str(error.value)
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu2"])
+def test_other_activations_are_refused(act: str, tmp_path: Path) -> None:
+    refusal(
+        DrafterMismatch, write_eagle(tmp_path, eagle_config(hidden_act=act), tensors()), "hidden_act", act, "silu"
+    )
+
+
+def test_keys_of_published_configurations_are_known(tmp_path: Path) -> None:
+    """Those of SafeAILab, AngelSlim, SpecForge, NVIDIA and ``speculators``; a key that nobody knows is named."""
+    load_eagle(write_eagle(tmp_path / "known", {**CONFIG, **PUBLISHED}, tensors()), target(), "the head")
+    config = {**CONFIG, "sinks": 4, "eagle_config": {"gated": True, "off": 0}}
+    with pytest.warns(ModelWarning, match="the head: gated, sinks in config.json is not known"):
+        load_eagle(write_eagle(tmp_path / "unknown", config, tensors()), target(), "the head")
+
+
+PUBLISHED: dict[str, Any] = dict(
+    dict(
+        bos_token_id=128000, eos_token_id=[128001, 128009], pad_token_id=0, initializer_range=0.02, use_cache=True
+    ),
+    **dict(hidden_act="silu", tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.28.1"),
+    **dict(attention_bias=False, attention_dropout=0.1, mlp_bias=False, pretraining_tp=1, rope_scaling=None),
+    **dict(target_model_type="qwen3", num_eagle_features=3, sliding_window=4096, use_sliding_window=True),
+    **dict(max_window_layers=1, quantization_config={"ignored": 1}, _name_or_path="x"),
+    eagle_config={
+        "eagle_aux_hidden_state_layer_ids": [1, 1, 0],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+    },
+)
+
+
 def test_a_position_encoding_that_depends_on_the_length_is_refused(tmp_path: Path) -> None:
     config = eagle_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     refusal(DrafterMismatch, write_eagle(tmp_path, config, tensors()), "rope_type in rope_scaling", "dynamic")
+
+
+BIG = 8192
+SPREAD = np.sort(np.random.default_rng(0).choice(BIG, 40, replace=False))
+
+
+@pytest.mark.parametrize("dtype", [mx.int64, mx.int32, mx.float32, mx.float16, mx.bfloat16])
+def test_draft_tokens_that_a_conversion_cast(dtype: mx.Dtype) -> None:
+    """They are right, by the mask beside them or because no number is rounded; else they are refused."""
+    large = SimpleNamespace(vocab_size=BIG)
+    marked = np.zeros(BIG, dtype=bool)
+    marked[SPREAD] = True
+    offsets, mask = mx.array(SPREAD - np.arange(40)).astype(dtype), mx.array(marked)
+    for t2d in (mask, mask.astype(mx.bfloat16), mask.astype(mx.int8)):
+        assert own_draft_ids(offsets, t2d, large, "the head") == SPREAD.tolist()
+    if dtype in (mx.float16, mx.bfloat16):
+        with pytest.raises(
+            DrafterMismatch, match="the head: d2t is of type .*float16, which rounds whole numbers"
+        ):
+            own_draft_ids(offsets, None, large, "the head")
+    else:
+        assert own_draft_ids(offsets, None, large, "the head") == SPREAD.tolist()
+    few = mx.array([0, 3, 7, 250]).astype(dtype)
+    assert own_draft_ids(few, None, large, "the head") == [0, 4, 9, 253]
+    for wrong in ([0.5, 1], [float("nan"), 2]):
+        with pytest.raises(DrafterMismatch, match="d2t"):
+            own_draft_ids(mx.array(wrong), None, large, "the head")
 
 
 def test_folders_without_weights_or_config(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Loading a DFlash or DFlash 2 checkpoint and binding it to its target."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,12 +13,13 @@ from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import HARMLESS, DFlash2Config, read_settings
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.tensors import native_names
-from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_to_target
+from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_rows, fit_to_target
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
 # In float16 the residual stream is kept at an eighth of its size, so that numbers up to 5e5 fit.
 SHRINK = 8
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = False) -> DFlash2Drafter:
@@ -32,8 +34,12 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     config = read_settings(settings)
     check_target(config.hidden_size, config.vocab_size, target, name, config.num_target_layers)
     check_config(config, target, name)
-    model = DraftModel(config)
-    load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
+    # Codebooks have a row for every token of the target, whose vocabulary may have more padding, or less.
+    model = DraftModel(replace(config, vocab_size=target.vocab_size))
+    tensors = native_names(read_tensors(folder, name), "speculators_model_type" in raw)
+    for codebook in CODEBOOKS:
+        tensors = fit_rows(tensors, codebook, config.vocab_size, target.vocab_size)
+    load_tensors(model, tensors, name)
     if target.dtype == mx.float16:
         shrink(model)
     fit_to_target(model, target, name, dequantize=dequantize)
@@ -50,12 +56,11 @@ def check_config(config: DFlash2Config, target: Target, name: str) -> None:
         wrong = [i for i in named if not 0 <= i < limit]
         if wrong:
             raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
-    ids, count = config.draft_token_ids, config.vocab_size
-    if ids is not None:
-        check_draft_ids(ids, "draft_token_ids of config.json", target, name)
-        count = len(ids)
+    count, what = config.vocab_size, "a vocabulary of"
+    if config.draft_token_ids is not None:
+        check_draft_ids(config.draft_token_ids, "draft_token_ids of config.json", target, name)
+        count, what = len(config.draft_token_ids), "draft_token_ids has"
     if count < config.selector_top_k:
-        what = "a vocabulary of" if ids is None else "draft_token_ids has"
         raise DrafterMismatch(
             f"{name}: {what} {count} ids, fewer than selector_top_k {config.selector_top_k} of config.json."
         )

@@ -1,6 +1,7 @@
 """Loading an EAGLE head and binding it to its target."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target, fit_vocabulary
 from mlx_spec.drafters.eagle.head import EagleForward, EagleHead
 from mlx_spec.drafters.eagle.spec import (
     HARMLESS,
@@ -52,13 +53,14 @@ def load_eagle(
     check_target(config.target_hidden_size, config.vocab_size, target, name)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, t2d, target, name)
+    tensors = fit_vocabulary(tensors, config.vocab_size, target)
     if is_targets_embedding(tensors.get("embed_tokens.weight"), target):
         del tensors["embed_tokens.weight"]
-    head = build_head(config, spec, tensors, declared_parts(settings))
+    head = build_head(replace(config, vocab_size=target.vocab_size), spec, tensors, declared_parts(settings))
     check_borrowed(head, config, target, name)
     load_tensors(head, tensors, name)
     fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
-    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    scores = draft_head(head.get("lm_head"), target, config.vocab_size, own_ids, draft_ids, name)
     forward = EagleForward.of(head, config, spec, name)
     settings.warn_of_unread(HARMLESS)
     return ChainDrafter("eagle", forward, spec.target_layer_ids, target, scores, head.get("embed_tokens"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.draft_head import check_draft_ids, shown
+from mlx_spec.drafters.draft_head import check_draft_ids, shown, whole_numbers
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
@@ -77,15 +77,16 @@ def own_draft_ids(d2t: mx.array, t2d: mx.array | None, target: Target, name: str
     t2d: bool [V], marks the same tokens; None where the checkpoint has no such tensor.
     Raises DrafterMismatch where that gives no ascending ids of the target, or where the two differ.
     """
-    ids = np.array(d2t).reshape(-1).astype(np.int64)
-    ids += np.arange(ids.size)
+    marked = None if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
+    numbers = np.arange(d2t.size)
+    expected = None if marked is None or marked.size != d2t.size else marked - numbers
+    ids = whole_numbers(d2t, "d2t", name, expected) + numbers
     if ids.size and (np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size):
         raise DrafterMismatch(
             f"{name}: d2t must hold what to add to a draft token's number to get the target's; that gives "
             f"{shown(ids.tolist())}, no ascending ids below {target.vocab_size}."
         )
-    marked = ids if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
-    if not np.array_equal(ids, marked):
+    if marked is not None and not np.array_equal(ids, marked):
         raise DrafterMismatch(
             f"{name}: d2t names {ids.size} tokens, {shown(ids.tolist())}, "
             f"and t2d {marked.size}, {shown(marked.tolist())}."

@@ -1,7 +1,7 @@
 """Loading an MTP head and binding it to its target."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_files, weight_files
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target, fit_vocabulary
 from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
 from mlx_spec.drafters.mtp.source import head_files, is_mtp_config
 from mlx_spec.drafters.mtp.spec import HARMLESS, check_layer, layer_config, rope_of, spec_of
@@ -47,22 +47,23 @@ def load_mtp(
     if raw is None:
         raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
     settings = Settings(raw, name, DrafterMismatch)
-    spec, config = spec_of(raw, name), layer_config(settings)
-    family = family_of(config, name)
+    spec, layer = spec_of(raw, name), layer_config(settings)
+    family = family_of(layer.values, name)
     files = head_files(place, spec, target.num_layers, name)
     tensors = head_tensors(read_files(files, name), spec, target.num_layers, name)
     if not tensors:
         # A file that cannot be read is the better reason.
         read_files([] if place.is_file() else weight_files(place, name), name)
         raise DrafterMismatch(no_head(name))
-    layer = Settings(config, name, DrafterMismatch)
-    check_target(layer.count("hidden_size"), layer.count("vocab_size"), target, name)
+    vocab_size = layer.count("vocab_size")
+    check_target(layer.count("hidden_size"), vocab_size, target, name)
     d2t = tensors.pop("d2t", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, target, name)
-    head = build_head(config, tensors, name)
+    tensors = fit_vocabulary(tensors, vocab_size, target)
+    head = build_head(replace(layer, values={**layer.values, "vocab_size": target.vocab_size}), tensors)
     load_tensors(head, tensors, name)
     fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
-    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    scores = draft_head(head.get("lm_head"), target, vocab_size, own_ids, draft_ids, name)
     forward = MTPForward.of(head, spec, family, name)
     if is_mtp_config(raw):
         settings.warn_of_unread(HARMLESS | {field.name for field in fields(head.args)})
@@ -70,18 +71,17 @@ def load_mtp(
     return ChainDrafter("mtp", forward, target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
-def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
+def build_head(layer: Settings, tensors: dict[str, mx.array]) -> MTPHead:
     """Build the modules that a checkpoint has tensors for, an embedding and output head of its own included.
 
-    config: of a model whose decoder layer the head has, see ``layer_config``.
+    layer: of a model whose decoder layer the head has, see ``layer_config``.
     Raises DrafterMismatch for a configuration that describes no decoder layer.
     """
-    layer = Settings(config, name, DrafterMismatch)
     check_layer(layer)
     try:
-        head = MTPHead({**config, **rope_of(layer)})
+        head = MTPHead({**layer.values, **rope_of(layer)})
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
+        raise DrafterMismatch(f"{layer.name}: config.json does not describe a decoder layer ({error}).") from None
     add_own_ends(head, tensors, layer.count("vocab_size"), layer.count("hidden_size"))
     return head
 

@@ -5,7 +5,7 @@ acceptance (llama.cpp pull request 24025, Rapid-MLX 3371).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.checkpoints.rope_settings import read_rope
@@ -135,11 +135,11 @@ def plain_type(model_type: Any) -> str:
     return str(model_type).removesuffix("_mtp").removesuffix("_text")
 
 
-def layer_config(config: Settings) -> dict[str, Any]:
-    """Return the part of a ``config.json`` that describes the head's decoder layer."""
+def layer_config(config: Settings) -> Settings:
+    """Return the part of a ``config.json`` that describes the head's decoder layer, as a model's whole one."""
     parts = (config.part(key) for key in ("transformer_layer_config", "text_config") if config.has(key))
     part = next(parts, config).values
-    return {**part, "model_type": plain_type(part.get("model_type"))}
+    return replace(config, values={**part, "model_type": plain_type(part.get("model_type"))})
 
 
 def check_layer(layer: Settings) -> None:
