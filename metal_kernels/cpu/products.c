@@ -37,7 +37,6 @@ typedef struct {
   float *groups, *sums;  // groups: room for scales and biases
 } Block;
 
-INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 INLINE size_t rounded_up(size_t count, size_t step) { return (count + step - 1) / step * step; }
 
 INLINE const uint8_t *weight_row(const Weights *w, size_t n) {
@@ -265,7 +264,7 @@ static void finish(const Product *p, size_t n, size_t count, const float *sums, 
       if (p->gated) {
         vf up = load(F32, ups + r * PIECE + j);
         if (p->bias) up += load_some(p->bias_type, at(p->bias_type, p->bias, width + n + j), here);
-        v = v / (1.0f + exponential(-v)) * up;
+        v = silu(v) * up;
       }
       if (p->residual) v += load_some(p->type, at(p->type, p->residual, place), here);
       store_some(p->type, (void *)at(p->type, p->out, place), v, here);

@@ -17,6 +17,12 @@ from metal_kernels.launching.launch import note_launch
 
 # The library's numbers of the types.
 TYPES = {mx.bfloat16: 0, mx.float16: 1, mx.float32: 2}
+NUMPY_TYPES: dict[mx.Dtype, Any] = {
+    mx.float16: np.float16,
+    mx.float32: np.float32,
+    mx.int32: np.int32,
+    mx.bool_: np.bool_,
+}
 LETTERS: dict[str, Any] = {"p": c.c_void_p, "i": c.c_int, "n": c.c_size_t, "f": c.c_float}
 # Arguments by letters: addresses, ints, sizes, floats.
 FUNCTIONS = {
@@ -25,6 +31,13 @@ FUNCTIONS = {
     "cpu_rms_norm": "pi pi nn f p",
     "cpu_norm_rope": "pi pp i pp pp nnnnnn ii ff",
     "cpu_attention": "ppp i pn pppp pi p nnnn nnnnn n i ff",
+    "cpu_argmax": "pi nn pp",
+    "cpu_topk": "pi nnn ppp",
+    "cpu_logprob": "pi p nn pp",
+    "cpu_accept": "pn p pn pn pn pn p p",
+    "cpu_dynamic_conv": "pi pi pi p nnn nnnn p",
+    "cpu_causal_conv": "ppp ppp i pp pi nn nn nn nn pppp",
+    "cpu_gated_delta": "ppp pi pi pp pp pi pi pp i pi pi pp n nn nn nn nn pp",
     "cpu_threads": "i",
 }
 
@@ -137,4 +150,4 @@ def _template(shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
     """Return what ``mx.array`` makes a new array of. Its zeros are pages that the system never fills."""
     if dtype == mx.bfloat16:
         return _Template(shape)
-    return np.zeros(shape, {mx.float16: np.float16, mx.float32: np.float32}[dtype])
+    return np.zeros(shape, NUMPY_TYPES[dtype])

@@ -28,7 +28,7 @@ SMALL = Heads(2, 32, 3, 64)
 QWEN = Heads(1, 128, 3, 128)
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param

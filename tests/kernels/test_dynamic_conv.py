@@ -16,7 +16,7 @@ ONE_ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 MANY_ROUNDINGS = {mx.float32: 2e-6, mx.float16: 1e-2, mx.bfloat16: 8e-2}
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param

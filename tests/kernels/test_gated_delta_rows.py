@@ -32,7 +32,7 @@ QWEN = (1, 3, 128, 128)
 SMALL = (2, 4, 64, 32)
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param
