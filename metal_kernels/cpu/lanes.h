@@ -13,10 +13,15 @@
 #error "a CPU with AVX2, FMA and F16C (x86-64), or an arm64 CPU, is needed"
 #endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 enum { VL = 16 };
+#define INSTRUCTIONS "AVX-512"
+#elif defined(__AVX2__)
+enum { VL = 8 };
+#define INSTRUCTIONS "AVX2"
 #else
 enum { VL = 8 };
+#define INSTRUCTIONS "NEON"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
