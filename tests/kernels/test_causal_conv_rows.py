@@ -114,6 +114,19 @@ def test_the_reference_equals_the_formula() -> None:
     assert_close(got, formula(x, state[0], weight, SMALL), mx.float32)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(dtype: mx.Dtype) -> None:
+    x, state, weight = inputs(16, QWEN, dtype)
+    wanted, distances = formula(x, state[0], weight, QWEN), {}
+    for chosen in ("cpu", "stock"):
+        with using(chosen):
+            got = causal_conv_rows(x, state, weight, QWEN)
+        distances[chosen] = [
+            np.abs(float64(part) - expected).mean() for part, expected in zip(got, wanted, strict=True)
+        ]
+    assert all(ours <= 1.001 * stock for ours, stock in zip(distances["cpu"], distances["stock"], strict=True))
+
+
 def test_rows_of_zeros_stay_zeros(implementation: str) -> None:
     """The length of a zero vector is not divided by alone: no NaN."""
     x, state, weight = inputs(2)

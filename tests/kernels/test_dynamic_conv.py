@@ -74,6 +74,18 @@ def test_a_side_and_a_residual(side: int, scale: float, dtype: mx.Dtype, chosen:
     check(dynamic_conv(x, base, dynamic, residual, side), expected, chosen, dtype, max(scale, 1))
 
 
+@pytest.mark.parametrize("chosen", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(chosen: str, dtype: mx.Dtype) -> None:
+    x, base = random(1, 16, 320, dtype=dtype), random(2, 3, 320, dtype=dtype)
+    dynamic = random(3, 16, 3, 20, dtype=dtype)
+    ours = dynamic_conv(x, base, dynamic, x)
+    with using("stock"):
+        stock = dynamic_conv(x, base, dynamic, x)
+    wanted = float64(x) + formula(float64(x), float64(base), float64(dynamic))
+    assert np.abs(float64(ours) - wanted).mean() <= 1.001 * np.abs(float64(stock) - wanted).mean()
+
+
 def test_blocks_side_by_side_do_not_mix() -> None:
     x, base = random(1, 3, 8, 12, dtype=mx.float32), random(2, 2, 12, dtype=mx.float32)
     dynamic = random(3, 3, 8, 2, 3, dtype=mx.float32)

@@ -52,6 +52,18 @@ def test_many_slices(count: int, chosen: str) -> None:
     check(logits, tolerance=1e-6 if chosen == "native" else 5e-6)
 
 
+@pytest.mark.parametrize("chosen", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(chosen: str, dtype: mx.Dtype) -> None:
+    logits = (2 * mx.random.normal((16, 49_152), key=mx.random.key(4))).astype(dtype)
+    tokens = mx.arange(16, dtype=mx.int32) * 3000
+    ours = logprob_rows(logits, tokens)
+    with using("stock"):
+        stock = logprob_rows(logits, tokens)
+    for got, other, wanted in zip(ours, stock, formula(logits, tokens), strict=True):
+        assert np.abs(np.array(got) - wanted).mean() <= 1.001 * np.abs(np.array(other) - wanted).mean()
+
+
 @pytest.mark.parametrize("offset", [-3e4, 3e4])
 def test_far_from_zero(offset: float) -> None:
     """The exponential of such logits is 0 or infinite in float32."""
