@@ -39,6 +39,8 @@ def dynamic_conv(
         return _native(x, base, dynamic, residual, side)
     if chosen == "cpu" and few and x.size and (residual is None or residual.dtype == x.dtype):
         return _cpu(x, base, dynamic, residual, side)
+    if chosen == "cpu":
+        cpu_library.leave("dynamic convolutions")
     if side is not None:
         base, dynamic = base[side], dynamic[..., side, :, :]
     if chosen == "reference":
