@@ -19,7 +19,7 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.generate": "best_branch stream text_stream",
     },
     {
-        "mlx_spec.engine": "costs draft_policy drafter_states engine generation request round scheduler "
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation request round scheduler "
         "statistics verify",
     },
     {

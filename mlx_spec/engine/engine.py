@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.engine.at_rest import compute
 from mlx_spec.engine.costs import Costs
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
 from mlx_spec.engine.drafter_states import MAX_DRAFTER_STATES, DrafterStates
@@ -25,7 +26,7 @@ DEPTH_FIELDS = ("num_draft_tokens", "num_sibling_drafts")
 
 
 class Engine:
-    """Runs generations on one target, with one drafter or none."""
+    """Runs generations on one target, with one drafter or none; any thread may call it, one at a time."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Engine:
         self.kernels = kernels or implementation()
         self.states = DrafterStates(drafter, max_drafter_states)
         self._scheduler = Scheduler(target.context, costs)
+        compute(target, drafter)
 
     def start(self, request: Request) -> Generation:
         """Check a request and prefill its prompt, all but the last token: that is the first anchor.
@@ -71,6 +73,7 @@ class Engine:
         with using(self.kernels):
             try:
                 self._prefill(generation)
+                self._come_to_rest([generation])
             except BaseException:
                 self.close(generation)
                 raise
@@ -169,11 +172,18 @@ class Engine:
         try:
             with using(self.kernels):
                 rounds = self._rounds(running, answering)
+                self._come_to_rest(running, [done.logprobs for done in rounds.values() if done.logprobs])
             return result([rounds.get(generation) or Round() for generation in generations])
         except BaseException:
             for snapshot in before:
                 snapshot.restore(self.states)
+            self._come_to_rest(running)
             raise
+
+    def _come_to_rest(self, generations: Sequence[Generation], also: Any = None) -> None:
+        """Compute what these generations left lazy: another thread may go on with them."""
+        states = [(generation.drafter_state, generation.rule) for generation in generations]
+        compute(self.target.pool.data, states, also)
 
     def _rounds(self, running: Sequence[Generation], answering: bool) -> dict[Generation, Round]:
         """Run a pass; those whose drafts were not finite take part in another one, without drafts."""

@@ -35,7 +35,7 @@ class GenerationResponse:
 
     text: the text that became certain with it, possibly empty.
     token: its id.
-    logprobs: log-probabilities of all tokens, [V] float32, where they are asked for; computed when it is read.
+    logprobs: log-probabilities of all tokens, [V] float32, where they are asked for.
     from_draft: whether the drafter proposed it.
     prompt_tokens, prompt_tps: length of the prompt, and tokens a second of reading it.
     generation_tokens, generation_tps: tokens so far, and their rate.
