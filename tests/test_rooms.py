@@ -12,7 +12,7 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {"mlx_spec": "__init__ bench check extract_mtp quantize_drafter", "mlx_spec.generate": "__main__"},
-    {"mlx_spec.cli": "bench check extract_mtp generate generate_flags quantize_drafter"},
+    {"mlx_spec.cli": "bench check command extract_mtp generate generate_flags quantize_drafter"},
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
@@ -23,7 +23,7 @@ LEVELS: list[dict[str, str]] = [
         "statistics verify",
     },
     {
-        "mlx_spec.decoding": "accept logprobs noise sampling",
+        "mlx_spec.decoding": "accept logprobs noise sampling settings",
         "mlx_spec.diagnose": "rows wiring",
     },
     {

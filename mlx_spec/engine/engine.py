@@ -147,6 +147,8 @@ class Engine:
 
     def _prefill(self, generation: Generation) -> None:
         request, started = generation.request, perf_counter()
+        # The last token is the anchor of the first pass; it counts as read when all others are.
+        total = len(request.prompt)
         self.states.open(generation)
         self.target.prefill(
             generation.sequence,
@@ -154,9 +156,10 @@ class Engine:
             self.states.target_layer_ids([generation]),
             request.prefill_step_size,
             on_rows=lambda rows, tokens: self.states.extend([(generation, rows, tokens)]),
-            on_progress=request.on_progress,
+            on_progress=lambda done, _: request.on_progress(done, total),
         )
-        generation.statistics.prompt_tokens = len(request.prompt)
+        request.on_progress(total, total)
+        generation.statistics.prompt_tokens = total
         generation.statistics.prompt_seconds = perf_counter() - started
 
     def _step(
