@@ -137,7 +137,7 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     if args.temp and not args.min_p:
         found += told(["min_tokens_to_keep"], "it is a bound of --min-p")
     if args.temp and not args.xtc_probability:
-        found += told(["xtc_threshold"], "it is of use with --xtc-probability")
+        found += told(["xtc_threshold"], "it needs --xtc-probability")
     if draft_tokens(args.num_draft_tokens) == 0:
         wanted = () if args.drafter == "none" else ("drafter",)
         found += told(

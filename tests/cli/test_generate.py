@@ -606,7 +606,7 @@ WITHOUT_EFFECT = [
     (["--accept", "rejection"], "--accept: no effect, --temp 0 takes the most likely token."),
     (
         ["--temp", "1", "--xtc-threshold", "0.2"],
-        "--xtc-threshold: no effect, it is of use with --xtc-probability.",
+        "--xtc-threshold: no effect, it needs --xtc-probability.",
     ),
     (["--temp", "1", "--min-tokens-to-keep", "2"], "--min-tokens-to-keep: no effect, it is a bound of --min-p."),
     (
@@ -701,7 +701,7 @@ def test_a_home_folder_that_is_not_known_is_one_line(argv: list[str], model: str
 
 def test_without_a_home_folder_nothing_is_kept(model: str) -> None:
     code = (
-        "import os, pwd, sys\nfor name in ('HOME', 'XDG_CACHE_HOME', 'MLX_SPEC_CACHE'): os.environ.pop(name, None)\n"
+        "import os, pwd\nfor name in ('HOME', 'XDG_CACHE_HOME', 'MLX_SPEC_CACHE'): os.environ.pop(name, None)\n"
         "def unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\n"
         "from mlx_spec.cache_folder import cache_folder\nfrom mlx_spec.cli.generate import main\n"
         f"status = main(['--model', {model!r}, '-m', '2', '--verbose', 'F'])\n"
