@@ -11,9 +11,13 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # From the top down. A room may import rooms of later lines, and modules of its own; rooms of one line do not know
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
-    {"mlx_spec": "__init__ bench check extract_mtp quantize_drafter", "mlx_spec.generate": "__main__"},
-    {"mlx_spec.cli": "bench check command extract_mtp generate generate_flags quantize_drafter"},
-    {"mlx_spec.loading": "adapters draft_vocabulary drafter load weights"},
+    {
+        "mlx_spec": "__init__ bench check extract_mtp quantize_drafter",
+        "mlx_spec.drafters": "__main__",
+        "mlx_spec.generate": "__main__",
+    },
+    {"mlx_spec.cli": "bench check command drafters extract_mtp generate generate_flags quantize_drafter"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch stream text_stream",
@@ -29,14 +33,16 @@ LEVELS: list[dict[str, str]] = [
     {
         "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
         "mlx_spec.drafters.dflash2": "block config drafter kind load selector tensors writer",
-        "mlx_spec.drafters.eagle": "head kind load source spec tensors wirings",
+        "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
-    {"mlx_spec.checkpoints": "config hub tensors torch_file"},
+    {"mlx_spec.checkpoints": "hub"},
     {
         "mlx_spec.demo": "gguf model",
-        "mlx_spec.target": "batch_layout delta_net families layers linears pages recurrent rope target",
+        "mlx_spec.target": "batch_layout delta_net families layers linears model_config pages recurrent rope "
+        "target",
     },
+    {"mlx_spec.checkpoints": "config rope_settings settings tensors torch_file"},
     {"mlx_spec": "cache_folder errors"},
     {"metal_kernels.checks": "cases self_check timing"},
     {

@@ -10,8 +10,10 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from tiny_models import CONFIGS
 
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
+from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target.families import text_config
 
 Tensors = dict[str, mx.array]
@@ -50,6 +52,11 @@ def eagle_config(family: str = "llama", version: int = 3, **changes: Any) -> dic
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def settings(config: dict[str, Any], name: str = "tiny") -> Settings:
+    """Return a configuration as the loader reads it."""
+    return Settings(config, name, DrafterMismatch)
+
+
 def eagle_tensors(
     config: dict[str, Any],
     version: int = 3,
@@ -66,7 +73,8 @@ def eagle_tensors(
     layers: of the target.
     """
     mx.random.seed(seed)
-    sizes, spec = read_head_config(config, "tiny"), read_spec(config, version == 3, layers, "tiny")
+    read = settings(config)
+    sizes, spec = read_head_config(read), read_spec(read, version == 3, layers)
     head = EagleHead(sizes, spec, {PARTS[part] for part in parts})
     if version == 3:
         head.lm_head = nn.Linear(sizes.hidden_size, len(DRAFT_IDS), bias=False)
@@ -93,7 +101,7 @@ def midlayer(tensors: Tensors) -> Tensors:
 def speculators(config: dict[str, Any]) -> dict[str, Any]:
     """Put a configuration into the form of the speculators library."""
     outside = {"draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "target_hidden_size"}
-    outside |= {"eagle_aux_hidden_state_layer_ids", "norm_before_fc"}
+    outside |= {"eagle_aux_hidden_state_layer_ids", "norm_before_fc", "eagle_config"}
     layer = {key: value for key, value in config.items() if key not in outside and key != "architectures"}
     return {
         "architectures": ["Eagle3DraftModel"],

@@ -9,8 +9,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tiny_models import CONFIGS
 
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.drafters.mtp.head import MTPHead
-from mlx_spec.drafters.mtp.load import layer_config
+from mlx_spec.drafters.mtp.spec import layer_config
+from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target.families import text_config
 
 Tensors = dict[str, mx.array]
@@ -32,6 +34,11 @@ NEXTN = {
 }
 
 
+def layer_of(family: str) -> dict[str, Any]:
+    """Return what describes the decoder layer of a tiny target of a family."""
+    return dict(layer_config(Settings(CONFIGS[family], "tiny", DrafterMismatch)).values)
+
+
 def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Tensors:
     """Return random tensors of a head whose layer is that of a tiny target, under our names.
 
@@ -39,7 +46,7 @@ def head_tensors(family: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Te
     """
     mx.random.seed(seed)
     tensors = {}
-    for name, value in tree_flatten(MTPHead(layer_config(CONFIGS[family])).parameters()):
+    for name, value in tree_flatten(MTPHead(layer_of(family)).parameters()):
         noise = mx.random.normal(value.shape)
         mean = 1.74 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.35
         tensors[name] = (noise * 0.2 if value.ndim > 1 else mean + 0.2 * noise).astype(dtype)

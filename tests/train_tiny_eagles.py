@@ -24,8 +24,10 @@ from tiny_folders import TOKENS, write_tokenizer
 from train_tiny_pair import texts
 from transformers import PreTrainedTokenizerFast
 
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
+from mlx_spec.errors import DrafterMismatch
 from tools.chain_loss import accepted_drafts, every_anchor, loss
 from tools.eagle_chains import chains
 from tools.teacher import Frozen, run_target
@@ -83,8 +85,9 @@ class Drafting(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         config, self.fused = CONFIGS[kind], kind == "eagle3"
-        self.sizes = read_head_config(config, kind)
-        self.spec = read_spec(config, self.fused, TARGET["num_hidden_layers"], kind)
+        settings = Settings(config, kind, DrafterMismatch)
+        self.sizes = read_head_config(settings)
+        self.spec = read_spec(settings, self.fused, TARGET["num_hidden_layers"])
         self.head = EagleHead(self.sizes, self.spec, PARTS[kind])
         if self.fused:
             self.head.lm_head = nn.Linear(TARGET["hidden_size"], DRAFT_VOCAB, bias=False)

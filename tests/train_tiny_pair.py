@@ -26,9 +26,10 @@ from tiny_folders import TOKENS, write_tokenizer
 from tiny_heads import zero_centred
 from transformers import PreTrainedTokenizerFast
 
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.drafters.mtp.head import MTPHead
-from mlx_spec.drafters.mtp.load import layer_config
-from mlx_spec.drafters.mtp.spec import QWEN
+from mlx_spec.drafters.mtp.spec import QWEN, layer_config
+from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target.layers import is_recurrent
 from tools.chain_loss import accepted_drafts, every_anchor, loss
 from tools.mtp_chains import chains
@@ -98,7 +99,7 @@ class Pair(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         model_class, args_class = _get_classes(config)
-        self.config = layer_config(config)
+        self.config = dict(layer_config(Settings(config, "the new head", DrafterMismatch)).values)
         self.target = model_class(args_class.from_dict(copy.deepcopy(config)))
         self.head = MTPHead(copy.deepcopy(self.config))
         self.target.model.norm.weight = mx.exp(1.3 * mx.random.normal((self.config["hidden_size"],)))

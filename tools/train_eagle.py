@@ -18,10 +18,12 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig, read_head_config, read_spec
 from mlx_spec.drafters.eagle.tensors import head_tensors
+from mlx_spec.errors import DrafterMismatch
 from tools import chain_loss
 from tools.chain_acceptance import accepted_at_anchors, accepted_length, summary
 from tools.chain_loss import accepted_drafts, every_anchor
@@ -141,8 +143,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     target, tokenizer = load_target(args.model, "bfloat16")
     replies, heldout = Replies.read(*args.replies), Replies.read(args.heldout)
     raw = head_config(args, vars(target.args))
-    config = read_head_config(raw, "the new head")
-    spec = read_spec(raw, True, target.args.num_hidden_layers, "the new head")
+    settings = Settings(raw, "the new head", DrafterMismatch)
+    config, spec = read_head_config(settings), read_spec(settings, True, target.args.num_hidden_layers)
     draft_ids = (
         resumed_ids(args.resume)
         if args.resume

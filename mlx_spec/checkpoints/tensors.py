@@ -1,7 +1,9 @@
 """Reading a drafter's tensors, and whether they fit its modules."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,98 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from mlx_spec.checkpoints.torch_file import read_torch_files
 from mlx_spec.errors import DrafterMismatch
 
 INDEX = "model.safetensors.index.json"
+TORCH_FILES = "pytorch_model*.bin"
+# How names of files begin that lie beside weights: hidden ones, and those of training.
+STRAY = (".", "adapter", "optimizer", "optim_", "scheduler", "training_", "trainer", "rng_state", "random_states")
+# How files begin.
+LFS, ZIP = b"version https://git-lfs.github.com/spec", b"PK\x03\x04"
+# Tensors of quantisations that are not read here; ``weight_scale_inv`` is, beside weights in FP8.
+FOREIGN = re.compile(
+    r".+[._](weight_scale(_inv|_2)?|(weight_|input_)?global_scale|input_scale|weight_packed|weight_zero_point"
+    r"|qweight|qzeros|g_idx|absmax|quant_map|activation_scale)"
+)
+FP8_BLOCK = 128
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the files that hold the weights of a checkpoint: those of its index, else all safetensors files.
+
+    Of a folder without safetensors files they are those that torch wrote. Files of other programs are left out.
+    Raises DrafterMismatch for a broken index.
+    """
+    found = [path for path in sorted(folder.glob("*.safetensors")) if not is_stray(path)]
+    indexed = {folder / file for file in read_index(folder / INDEX, name).values()}
+    if indexed and indexed <= set(found):
+        return sorted(indexed)
+    return found or [path for path in sorted(folder.glob(TORCH_FILES)) if not is_stray(path)]
+
+
+def is_stray(path: Path) -> bool:
+    """Whether a file is none of a checkpoint's weights, by its name: of macOS, of training, or an adapter."""
+    return path.name.startswith(STRAY)
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, mx.array]:
-    """Read every safetensors file of a folder. Raises DrafterMismatch when there is none or one is broken."""
-    tensors = read_files(sorted(folder.glob("*.safetensors")), name)
+    """Read the weights of a folder. Raises DrafterMismatch when there are none, or a file is broken."""
+    tensors = read_files(weight_files(folder, name), name)
     if not tensors:
-        raise DrafterMismatch(f"{name} holds no safetensors file.")
+        raise DrafterMismatch(f"{name} holds no safetensors file with tensors, nor {TORCH_FILES}.")
     return tensors
 
 
 def read_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
-    """Read safetensors files, lazily but for headers. Raises DrafterMismatch when one is missing or broken."""
+    """Read the tensors of files, lazily but for headers.
+
+    Raises DrafterMismatch, with the reason, when one is missing, broken, or of a format that is not read.
+    """
     tensors: dict[str, mx.array] = {}
     for path in paths:
-        try:
-            loaded = mx.load(str(path))
-            assert isinstance(loaded, dict)
-            tensors.update(loaded)
-        except Exception as error:
-            raise DrafterMismatch(f"{name}: {path.name} cannot be read ({error}); download it again.") from None
+        tensors.update(read_file(path, name))
     return tensors
+
+
+def read_file(path: Path, name: str) -> dict[str, mx.array]:
+    """Read the tensors of one file, see ``read_files``."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS))
+        if start.startswith(LFS):
+            raise DrafterMismatch(
+                f"{name}: {path.name} is a Git LFS pointer, not the file itself: run git lfs pull."
+            )
+        if start.startswith(ZIP):
+            return read_torch_files([path], name)
+        if path.suffix != ".safetensors":
+            raise DrafterMismatch(
+                f"{name}: {path.name} is {kind_of(path, start)}; drafters are read from safetensors files, "
+                "and from tensors that torch.save wrote into a zip archive."
+            )
+        loaded = mx.load(str(path), format="safetensors")
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = "it is empty" if path.is_file() and not path.stat().st_size else error
+        raise DrafterMismatch(f"{name}: {path.name} cannot be read ({reason}); download it again.") from None
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def kind_of(path: Path, start: bytes) -> str:
+    """Return what a file of another format is, by its first bytes."""
+    return (
+        "a GGUF file" if start.startswith(b"GGUF") else f"no such file, by its name (*{path.suffix}) and contents"
+    )
+
+
+def tensor_names(paths: Iterable[Path], name: str) -> set[str]:
+    """Return the names of all tensors in files; those that cannot be read are passed over."""
+    names = set[str]()
+    for path in paths:
+        with suppress(DrafterMismatch):
+            names |= read_file(path, name).keys()
+    return names
 
 
 def read_index(path: Path, name: str) -> dict[str, str]:
@@ -53,26 +123,74 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
     name: of the checkpoint, for messages.
     Raises DrafterMismatch that names every missing, unused or wrongly shaped tensor, or NaN and infinity.
     """
+    tensors = decode_fp8(tensors)
     try:
         nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, ZeroDivisionError) as error:
         raise DrafterMismatch(f"{name}: its quantised tensors do not fit together ({error}).") from None
     expected = dict(tree_flatten(module.parameters()))
-    problems = [
-        *_listed("missing", expected.keys() - tensors.keys()),
-        *_listed("unused", tensors.keys() - expected.keys()),
-    ]
-    for path in sorted(expected.keys() & tensors.keys()):
-        if expected[path].shape != tensors[path].shape:
-            problems.append(f"{path} is {list(tensors[path].shape)}, not {list(expected[path].shape)}")
-    if problems:
-        raise DrafterMismatch(f"{name}: its tensors do not fit its config.json: {'; '.join(problems)}.")
+    check_tensors(expected, tensors, name)
     module.load_weights(list(tensors.items()))
     module.eval()
     mx.eval(module.parameters())
     broken = [path for path, value in tensors.items() if not is_finite(value)]
     if broken:
         raise DrafterMismatch(f"{name}: NaN or infinity in {', '.join(sorted(broken)[:8])}; download it again.")
+
+
+def check_tensors(expected: Mapping[str, mx.array], tensors: Mapping[str, mx.array], name: str) -> None:
+    """Raise DrafterMismatch that names every missing, unused, wrongly shaped or wrongly typed tensor."""
+    unused, shared = tensors.keys() - expected.keys(), sorted(expected.keys() & tensors.keys())
+    if foreign := sorted(path for path in unused if FOREIGN.fullmatch(path)):
+        raise DrafterMismatch(
+            f"{name}: {foreign[0]} belongs to a quantisation that mlx_spec does not read; use the checkpoint in "
+            "bfloat16, or one that MLX quantised."
+        )
+    problems = [
+        *_listed("missing", expected.keys() - tensors.keys()),
+        *_listed("unused", unused),
+        *(
+            f"{path} is {list(tensors[path].shape)}, not {list(expected[path].shape)}"
+            for path in shared
+            if expected[path].shape != tensors[path].shape
+        ),
+    ]
+    if problems:
+        raise DrafterMismatch(f"{name}: its tensors do not fit its config.json: {'; '.join(problems)}.")
+    for path in shared:
+        if not same_kind(expected[path].dtype, tensors[path].dtype):
+            raise DrafterMismatch(
+                f"{name}: {path} is of type {type_name(tensors[path].dtype)}, whose bits are no weights without "
+                "scales; use the checkpoint in bfloat16, or one that MLX quantised."
+            )
+
+
+def same_kind(expected: mx.Dtype, found: mx.Dtype) -> bool:
+    """Whether a tensor may be of a type: any floating one where numbers are expected, else the same."""
+    return mx.issubdtype(found, mx.floating) if mx.issubdtype(expected, mx.floating) else found == expected
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type, such as "float16"."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def decode_fp8(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return tensors with weights in FP8 decoded to bfloat16 where a scale for each block lies beside them.
+
+    That is the layout of DeepSeek and Qwen: bytes [..., N, K] and ``weight_scale_inv`` [..., N / 128, K / 128].
+    """
+    decoded = dict(tensors)
+    for path in [path for path in tensors if path.endswith("_scale_inv")]:
+        weight = tensors.get(path.removesuffix("_scale_inv"))
+        if weight is not None and weight.dtype == mx.uint8 and weight.ndim > 1:
+            *most, rows, width = weight.shape
+            blocks = (*most, -(-rows // FP8_BLOCK), -(-width // FP8_BLOCK))
+            if tensors[path].shape == blocks:
+                scales = mx.repeat(mx.repeat(decoded.pop(path), FP8_BLOCK, -1)[..., :width], FP8_BLOCK, -2)
+                plain = mx.from_fp8(weight, dtype=mx.bfloat16) * scales[..., :rows, :]
+                decoded[path.removesuffix("_scale_inv")] = plain.astype(mx.bfloat16)
+    return decoded
 
 
 def quantize_head(head: nn.Module, group_size: int, bits: int, mode: str = "affine") -> None:

@@ -60,7 +60,9 @@ def read_torch_files(paths: Sequence[Path], name: str) -> dict[str, mx.array]:
 def read_torch_file(path: Path) -> dict[str, mx.array]:
     """Read the tensors of one file. Raises UnpicklingError for whatever is no dictionary of plain tensors."""
     with zipfile.ZipFile(path) as archive:
-        index = next(item for item in archive.namelist() if item.endswith("data.pkl"))
+        index = next((item for item in archive.namelist() if item.endswith("data.pkl")), None)
+        if index is None:
+            raise pickle.UnpicklingError("no data.pkl, so torch.save did not write it")
         loaded = TensorUnpickler(archive, index.removesuffix("data.pkl")).load()
     if not isinstance(loaded, dict) or not all(isinstance(value, mx.array) for value in loaded.values()):
         raise pickle.UnpicklingError("no dictionary of tensors")

@@ -18,11 +18,12 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoints.config import read_config
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
 from mlx_spec.cli.command import run_command
-from mlx_spec.drafters.mtp.load import build_head, layer_config, no_head
+from mlx_spec.drafters.mtp.load import build_head, no_head
 from mlx_spec.drafters.mtp.source import head_files
-from mlx_spec.drafters.mtp.spec import plain_type, spec_of
+from mlx_spec.drafters.mtp.spec import layer_config, plain_type, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.loading.drafter import resolve_drafter
@@ -47,13 +48,17 @@ def extract(model: str, out: Path, bits: int | None, group_size: int) -> dict[st
     """Write the head and return what was written. Raises ModelError."""
     place = resolve_drafter(model, progress=sys.stderr.isatty())
     config = read_config(place, model, "model", DrafterMismatch)
-    spec, layer, layers = spec_of(config, model), layer_config(config), num_layers_of(config)
+    layer = layer_config(Settings(config, model, DrafterMismatch))
+    spec, layers = spec_of(config, model), num_layers_of(config)
     tensors = head_tensors(read_files(head_files(place, spec, layers, model), model), spec, layers, model)
     if not tensors:
         raise DrafterMismatch(no_head(model))
-    d2t, head = tensors.pop("d2t", None), build_head(layer, tensors, model)
+    d2t, head = tensors.pop("d2t", None), build_head(layer, tensors)
     load_tensors(head, tensors, model)
-    written: dict[str, Any] = {"model_type": f"{plain_type(config.get('model_type'))}_mtp", "text_config": layer}
+    written: dict[str, Any] = {
+        "model_type": f"{plain_type(config.get('model_type'))}_mtp",
+        "text_config": layer.values,
+    }
     if bits is not None:
         quantize_head(head, group_size, bits)
         written["quantization"] = {"group_size": group_size, "bits": bits}

@@ -6,17 +6,23 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from metal_kernels import linear_rows
-from mlx_spec.checkpoints.tensors import is_finite, is_quantized, quantize_head
+from mlx_spec.checkpoints.tensors import is_finite, is_quantized, quantize_head, type_name
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 from mlx_spec.target.linears import linear_of
 
 MAX_SHOWN = 4
+# Embeddings are padded to multiples of 64 to 1,024, or hold spare tokens: published sizes of one tokenizer's
+# vocabulary differ by 0.4 % and less.
+MOST_PADDING, LEAST_SHARE = 2048, 128
+# The whole numbers that floating types hold exactly.
+EXACT_UP_TO = {mx.bfloat16: 1 << 8, mx.float16: 1 << 11, mx.float32: 1 << 24}
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ def check_target(
 ) -> None:
     """Raise DrafterMismatch, with both numbers, where a drafter was made for another target.
 
+    Vocabularies may differ by padding.
+
     hidden_size, vocab_size: of the target that the drafter was trained with.
     target: to draft for.
     name: of the drafter, for the message.
@@ -52,11 +60,46 @@ def check_target(
     if num_layers is not None:
         sizes.append(("number of target layers", num_layers, target.num_layers))
     for what, needed, found in sizes:
-        if needed != found:
+        if needed != found and not (what == "vocabulary size" and differ_by_padding(needed or 0, found)):
             raise DrafterMismatch(
                 f"{name} expects {what} {needed}; target {target.name} has {found}. "
                 "Use a drafter trained for this target."
             )
+
+
+def differ_by_padding(one: int, other: int) -> bool:
+    """Whether the sizes of two vocabularies differ by no more than rows that are there for alignment."""
+    return abs(one - other) <= min(MOST_PADDING, min(one, other) // LEAST_SHARE)
+
+
+def fit_rows(tensors: Mapping[str, mx.array], module: str, rows: int, wanted: int) -> dict[str, mx.array]:
+    """Return tensors in which a module with a row for each token has as many as wanted, of zeros what it lacks.
+
+    module: path of it, quantised or not.
+    rows: that it has; with any other number it is left as it is.
+    """
+    fitted = dict(tensors)
+    for name in (f"{module}.{part}" for part in ("weight", "scales", "biases")):
+        if name in tensors and tensors[name].shape[0] == rows != wanted:
+            value = tensors[name][:wanted]
+            fitted[name] = mx.pad(value, [(0, wanted - value.shape[0])] + [(0, 0)] * (value.ndim - 1))
+    return fitted
+
+
+def fit_vocabulary(tensors: Mapping[str, mx.array], vocab_size: int, target: Target) -> dict[str, mx.array]:
+    """Return a head's tensors with an embedding for every token of the target, and no scores of other tokens.
+
+    vocab_size: of the checkpoint, which differs from the target's by padding at most.
+    """
+    embedded = fit_rows(tensors, "embed_tokens", vocab_size, target.vocab_size)
+    return fit_rows(embedded, "lm_head", vocab_size, min(vocab_size, target.vocab_size))
+
+
+def logits_of_first(count: int, target: Target) -> Callable[[mx.array], mx.array]:
+    """Return the target's output head over its first ``count`` tokens, or over all that it has."""
+    if count >= target.vocab_size:
+        return target.logits
+    return lambda hidden: target.logits(hidden)[..., :count]
 
 
 def check_draft_ids(ids: Sequence[int], key: str, target: Target, name: str) -> None:
@@ -82,6 +125,28 @@ def check_draft_ids(ids: Sequence[int], key: str, target: Target, name: str) -> 
             f"{name}: {key} names {shown(sorted(set(doubled)))} more than once; every draft token must be another "
             "token of the target. Use a checkpoint whose draft tokens are all different."
         )
+
+
+def whole_numbers(tensor: mx.array, key: str, name: str, expected: np.ndarray | None = None) -> np.ndarray:
+    """Return the whole numbers [N] in a tensor, which a conversion may have cast to a floating type.
+
+    key: of the tensor, for the message.
+    expected: what they are by another tensor of the checkpoint; taken where rounding is all that differs.
+    Raises DrafterMismatch where the type may have rounded them.
+    """
+    if not mx.issubdtype(tensor.dtype, mx.floating):
+        return np.array(tensor).reshape(-1).astype(np.int64)
+    values = np.array(tensor.astype(mx.float32)).reshape(-1)
+    if expected is not None and np.array_equal(
+        np.array(mx.array(expected).astype(tensor.dtype).astype(mx.float32)), values
+    ):
+        return expected
+    if not np.all((np.abs(values) <= EXACT_UP_TO[tensor.dtype]) & (values == np.round(values))):
+        raise DrafterMismatch(
+            f"{name}: {key} is of type {type_name(tensor.dtype)}, which rounds whole numbers above "
+            f"{EXACT_UP_TO[tensor.dtype]}; use a checkpoint whose {key} is of type int32 or int64."
+        )
+    return values.astype(np.int64)
 
 
 def shown(ids: Sequence[int]) -> str:
@@ -120,11 +185,6 @@ def fit_to_target(
         )
 
 
-def type_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type, such as "float16"."""
-    return str(dtype).removeprefix("mlx.core.")
-
-
 def add_own_ends(head: nn.Module, tensors: Mapping[str, mx.array], vocab_size: int, hidden_size: int) -> None:
     """Add modules for an embedding and an output head of a checkpoint's own, where it has them.
 
@@ -138,25 +198,34 @@ def add_own_ends(head: nn.Module, tensors: Mapping[str, mx.array], vocab_size: i
 
 
 def draft_head(
-    module: Any, target: Target, own_ids: Sequence[int] | None, chosen_ids: Sequence[int] | None, name: str
+    module: Any,
+    target: Target,
+    vocab_size: int,
+    own_ids: Sequence[int] | None,
+    chosen_ids: Sequence[int] | None,
+    name: str,
 ) -> DraftHead:
     """Return the output head of drafts: the checkpoint's own or the target's, over all tokens or some.
 
     module: the checkpoint's output head; None for the target's.
     target: to draft for.
+    vocab_size: of the checkpoint.
     own_ids: ids of the tokens that the checkpoint drafts from; None where it does not name them.
     chosen_ids: ids to draft from in this case; None for all.
     name: of the checkpoint, for the message.
     Raises DrafterMismatch where the head's size does not fit the ids.
     """
-    chosen = chosen_ids if own_ids is None else own_ids
+    shared = min(vocab_size, target.vocab_size)
+    chosen = own_ids
+    if chosen is None and chosen_ids is not None:
+        chosen = [token for token in chosen_ids if token < shared]
     ids = None if chosen is None else mx.array(list(chosen), dtype=mx.int32)
     if module is None:
         if ids is None:
-            return DraftHead(target.logits, target.vocab_size)
+            return DraftHead(logits_of_first(shared, target), shared)
         return DraftHead(target.head_for(ids), ids.size, ids)
     own, names = linear_of(module), "the target has" if own_ids is None else "d2t names"
-    expected = target.vocab_size if ids is None or own_ids is None else ids.size
+    expected = shared if ids is None or own_ids is None else ids.size
     if own.size != expected:
         raise DrafterMismatch(f"{name}: its output head scores {own.size} tokens, {names} {expected}.")
     rows = own.select_outputs(ids) if own_ids is None and ids is not None else own

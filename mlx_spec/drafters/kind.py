@@ -1,10 +1,12 @@
 """What the loader needs to know of a kind of drafter. Each folder beside this file defines one as ``KIND``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mlx_spec.checkpoints.tensors import tensor_names, weight_files
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.wiring import Wirings
 from mlx_spec.errors import RequestError
@@ -28,6 +30,12 @@ class DrafterSource:
     name: str
     config: Mapping[str, Any]
     model_config: Mapping[str, Any]
+
+    @cached_property
+    def tensors(self) -> set[str]:
+        """Names of the tensors in its files, as far as these can be read."""
+        place = self.place
+        return tensor_names([place] if place.is_file() else weight_files(place, self.name), self.name)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Kind:
     name: of its drafters, and what ``--drafter`` takes for the demo's.
     title: for messages, such as "MTP head".
     trainer: the module in tools/ that trains one.
-    claims: whether a ``config.json`` alone identifies a checkpoint of this kind.
+    claims: whether a ``config.json`` and the names of tensors alone identify a checkpoint of this kind.
     matches: whether a checkpoint is of this kind, for a target with a number of layers.
     load: reads a checkpoint and binds it to its target.
     indexed_files: names the files of a repo that hold the drafter, from its ``config.json``, its index (tensor to
@@ -79,7 +87,7 @@ class Kind:
     name: str
     title: str
     trainer: str
-    claims: Callable[[Mapping[str, Any]], bool]
+    claims: Callable[[Mapping[str, Any], Collection[str]], bool]
     matches: Callable[[DrafterSource, int], bool]
     load: Callable[[DrafterSource, Target, DrafterOptions], Drafter]
     indexed_files: Callable[[Mapping[str, Any], Mapping[str, str], str], list[str]] | None = None

@@ -1,11 +1,8 @@
 """From names to loaded models: the target, its tokenizer and its drafter, in an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
-
-from mlx_lm.utils import load_model, load_tokenizer
 
 from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.checkpoints.config import read_config
@@ -15,7 +12,8 @@ from mlx_spec.engine import Engine
 from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
-from mlx_spec.loading.drafter import AUTO, drafter_name, load_drafter
+from mlx_spec.loading.drafter import AUTO, drafter_name, is_drafter, load_drafter
+from mlx_spec.loading.model import read_model, read_tokenizer
 from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
 from mlx_spec.measure.costs import measured_costs
 from mlx_spec.measure.exactness import OFF, checked_exactness
@@ -70,21 +68,11 @@ def load(
     kernels = chosen_kernels(exact)
     folder = resolve(model, progress)
     config = read_config(folder, model, "model", ModelError)
-    family_of(config, model)
-    if "model_file" in config:
-        raise UnsupportedModel(f"{model} brings its architecture as Python code, which mlx_spec does not run.")
-    try:
-        loaded, _ = load_model(folder, lazy=True)
-        # Without a word on it, transformers asks on standard input.
-        settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-        tokenizer = load_tokenizer(folder, settings)
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{model} comes with a tokenizer that is Python code. If you trust it, load it with "
-                "trust_remote_code=True (--trust-remote-code)."
-            ) from error
-        raise ModelError(f"{model} cannot be loaded: {shorten(str(error) or repr(error), 400)}") from error
+    refuse_other_content(folder, config, model)
+    loaded = read_model(folder, config, model)
+    # Without a word on it, transformers asks on standard input.
+    settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    tokenizer = read_tokenizer(folder, config, model, settings)
     if adapter_path is not None:
         merge_adapters(loaded, adapter_path)
     with using(kernels):
@@ -98,7 +86,8 @@ def load(
         ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
         with using(kernels):
             options = DrafterOptions(ids, draft_bits, quantized_is_slow())
-            found = load_drafter(name, target, source, options, progress)
+            optional = drafter == AUTO and draft_vocab is None and draft_bits is None
+            found = load_drafter(name, target, source, options, progress, optional)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     bound = None if found is None else found.drafter
@@ -110,6 +99,15 @@ def load(
             wirings = found.kind.other_wirings(found.drafter, target.num_layers)
             check_wiring(target, wirings, tokenizer, label, progress)
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
+
+
+def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:
+    """Raise UnsupportedModel for a checkpoint that is a drafter, or whose architecture is Python code."""
+    if is_drafter(folder, config):
+        raise UnsupportedModel(f"{name} holds a drafter: give it as --drafter, and its target as --model.")
+    family_of(config, name)
+    if "model_file" in config:
+        raise UnsupportedModel(f"{name} brings its architecture as Python code, which mlx_spec does not run.")
 
 
 def chosen_kernels(exact: bool) -> Implementation:

@@ -21,7 +21,6 @@ from mlx_spec.target.delta_net import DeltaNet, separated
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.linears import joined_linears, linear_of
 from mlx_spec.target.recurrent import LayerState
-from mlx_spec.target.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,17 @@ class Attention:
     window: int | None
 
     @staticmethod
-    def of(module: Any, family: Family, args: Any, index: int, window: int | None) -> "Attention":
-        """Read an attention module of mlx-lm.
+    def of(module: Any, family: Family, args: Any, index: int, window: int | None, rope: Rope) -> "Attention":
+        """Read an attention module of mlx-lm, all but its position encoding.
 
-        Raises TypeError for weights, or ValueError for a position encoding, that the kernels do not take.
+        Raises TypeError for weights that the kernels do not take.
         """
         return Attention(
             index,
             joined_linears([module.q_proj, module.k_proj, module.v_proj]),
             (module.q_norm.weight, module.k_norm.weight) if family.qk_norm else None,
             module.q_norm.eps if family.qk_norm else 0.0,
-            rope_frequencies(module.rope),
+            rope,
             linear_of(module.o_proj),
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -155,15 +154,18 @@ class Layer:
     feed_forward: FeedForward
 
     @staticmethod
-    def of(module: Any, family: Family, args: Any, index: int, window: int | None, name: str) -> "Layer":
+    def of(
+        module: Any, family: Family, args: Any, index: int, window: int | None, rope: Rope, name: str
+    ) -> "Layer":
         """Read a decoder layer of mlx-lm. Its modules become views of joined weights, so nothing is held twice.
 
         family: of the model.
         args: the model's arguments in mlx-lm.
         index: the layer's number among those with the same kind of mixer.
         window: of attention, None for all positions.
+        rope: the position encoding of attention.
         name: of the model, for the message.
-        Raises UnsupportedModel for weights or a position encoding that the kernels do not take.
+        Raises UnsupportedModel for weights that the kernels do not take.
         """
         mixer: Attention | DeltaNet
         try:
@@ -171,7 +173,7 @@ class Layer:
                 module.linear_attn = separated(module.linear_attn)
                 mixer = DeltaNet.of(module.linear_attn, index)
             else:
-                mixer = Attention.of(module.self_attn, family, args, index, window)
+                mixer = Attention.of(module.self_attn, family, args, index, window, rope)
             norms = Norm.of(module.input_layernorm), Norm.of(module.post_attention_layernorm)
             return Layer(norms[0], mixer, norms[1], family.feed_forward(module.mlp))
         except (TypeError, ValueError) as error:
@@ -186,8 +188,3 @@ class Layer:
 def is_recurrent(module: Any) -> bool:
     """Return whether a decoder layer of mlx-lm has linear attention in place of attention."""
     return hasattr(module, "linear_attn")
-
-
-def is_sliding(module: Any) -> bool:
-    """Return whether a decoder layer of mlx-lm sees the newest positions only."""
-    return bool(getattr(module, "use_sliding", False))

@@ -28,13 +28,12 @@ from mlx_spec.target.batch_layout import (
     is_prompt,
 )
 from mlx_spec.target.delta_net import DeltaNet
-from mlx_spec.target.families import Family, family_of, text_config
-from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent, is_sliding
+from mlx_spec.target.families import Family, family_of
+from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.linears import linear_of
+from mlx_spec.target.model_config import ModelConfig
 from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, append_rows
 from mlx_spec.target.recurrent import LayerState, RecurrentState, joined_states
-
-DEFAULT_CONTEXT = 8192
 
 Graph = Callable[..., tuple[Any, ...]]
 
@@ -115,19 +114,19 @@ class Target:
         Raises UnsupportedModel for an architecture or weights that are not supported, RequestError for a
         ``max_cached_tokens`` below 1.
         """
-        family = family_of(config, name)
+        family, settings = family_of(config, name), ModelConfig.read(config, name)
         if max_cached_tokens is not None and max_cached_tokens < 1:
             raise RequestError(f"max_cached_tokens must be at least 1, not {max_cached_tokens}.")
         self.name = name
         self.model = model
         self._language = getattr(model, "language_model", model)
         args, decoder = self._language.args, self._language.model
-        self.layers = read_layers(decoder, family, args, name)
+        self.layers = read_layers(decoder, family, args, settings, name)
         self.norm = Norm.of(decoder.norm)
         self.num_layers = len(self.layers)
         self.hidden_size = int(args.hidden_size)
         self.vocab_size = int(args.vocab_size)
-        self.context = int(text_config(config).get("max_position_embeddings") or DEFAULT_CONTEXT)
+        self.context = settings.context
         self.dtype = self.norm.weight.dtype
         cache_dtype = self.embed(mx.array([0])).dtype
         capacity = self.context if max_cached_tokens is None else max_cached_tokens
@@ -316,13 +315,12 @@ class Target:
         return hidden, aux_hidden_states, mx.stack(kv).transpose(2, 0, 1, 3, 4), states
 
 
-def read_layers(decoder: Any, family: Family, args: Any, name: str) -> list[Layer]:
+def read_layers(decoder: Any, family: Family, args: Any, settings: ModelConfig, name: str) -> list[Layer]:
     """Read the layers of a decoder of mlx-lm. Raises UnsupportedModel, see ``Layer.of``."""
-    layers: list[Layer] = []
+    layers, rope = list[Layer](), settings.rope
     recurrent = [is_recurrent(module) for module in decoder.layers]
-    for i, module in enumerate(decoder.layers):
-        window = decoder.sliding_window if is_sliding(module) else None
-        layers.append(Layer.of(module, family, args, recurrent[:i].count(recurrent[i]), window, name))
+    for i, (module, window) in enumerate(zip(decoder.layers, settings.windows, strict=True)):
+        layers.append(Layer.of(module, family, args, recurrent[:i].count(recurrent[i]), window, rope, name))
     return layers
 
 

@@ -223,8 +223,11 @@ def test_a_wrong_shape_is_named_with_both_shapes(name: str, tmp_path: Path, targ
         (dict(mask_token_id=96), r"mask_token_id must lie in 0 .. 95, found \[96\]"),
         (dict(draft_token_ids=[3, 200]), "draft_token_ids of config.json maps draft token 1 to 200"),
         (dict(draft_token_ids=[*range(20), 7, 3, 7]), "draft_token_ids of config.json names 3, 7 more than once"),
-        (dict(draft_token_ids=["a"]), "config.json holds a value of the wrong kind"),
-        (dict(conv_group_size=48), "hidden size 64 is no multiple of conv_group_size 48"),
+        (dict(draft_token_ids=["a"]), r"draft_token_ids in config.json is \['a'\], and must be a list of whole"),
+        (
+            dict(conv_group_size=48),
+            "conv_group_size in config.json is 48, and must be a divisor of hidden_size 64",
+        ),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 from tiny_drafters import dflash2_config
 
-from mlx_spec.drafters.dflash2.config import UNSUPPORTED, DFlash2Config, default_layer_ids, read_config
+from mlx_spec.checkpoints.settings import Settings
+from mlx_spec.drafters.dflash2.config import (
+    HARMLESS,
+    UNSUPPORTED,
+    DFlash2Config,
+    default_layer_ids,
+    read_config,
+    read_settings,
+)
 from mlx_spec.errors import DrafterMismatch
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -136,7 +144,7 @@ def test_qwen38_27b_dflash2() -> None:
         rms_norm_eps=1e-6,
         max_position_embeddings=262144,
         rope_theta=1e7,
-        rope_scaling={"rope_theta": 10000000, "rope_type": "default"},
+        rope_scaling=None,
         block_size=8,
         mask_token_id=248070,
         target_layer_ids=(5, 19, 33, 47, 61),
@@ -179,7 +187,7 @@ def test_muse_glimmer_30b_dflash2() -> None:
         intermediate_size=19968,
         rms_norm_eps=1e-5,
         rope_theta=5e5,
-        rope_scaling={"rope_theta": 500000.0, "rope_type": "default"},
+        rope_scaling=None,
         vocab_size=202048,
         num_target_layers=52,
         block_size=16,
@@ -350,26 +358,29 @@ def test_default_taps() -> None:
     assert read_config(config, "x").target_layer_ids == (1, 9, 17, 25, 33)
 
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "theta", "scaling"),
     [
         (dict(rope_theta=1e6), 1e6, None),
         (dict(rope_theta=1e6, rope_scaling=None), 1e6, None),
         (dict(), 1e4, None),
-        (
-            dict(rope_theta=1e6, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            1e6,
-            {"rope_type": "yarn", "factor": 4.0},
-        ),
-        (
-            dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}),
-            5e5,
-            {"rope_theta": 5e5, "rope_type": "default"},
-        ),
+        (dict(rope_theta=1e6, rope_scaling={"rope_type": "yarn", "factor": 4.0}), 1e6, YARN),
+        (dict(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0}), 1e6, YARN),
+        (dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), 5e5, None),
+        (dict(rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), 5e5, None),
         (
             dict(rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}),
             5e5,
-            {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0},
         ),
     ],
 )
@@ -396,6 +407,10 @@ VARIANTS = {
     "rope_is_neox_style": False,
     "is_neox_style": False,
     "sample_from_anchor": True,
+    "query_zero_predicts_next": True,
+    "shift_label": True,
+    "partial_rotary_factor": 0.5,
+    "mlp_bias": True,
     "attention_bias": True,
     "hidden_act": "gelu",
 }
@@ -456,3 +471,55 @@ def test_missing_keys_of_the_speculators_layout_are_named(key: str) -> None:
 
 def test_head_dim_may_be_left_out() -> None:
     assert read_config(without(dflash2_config(), "head_dim"), "x").head_dim == 16
+
+
+COUNTS = {*NEEDED, "head_dim", "num_target_layers", "vocab_size"} - {"rms_norm_eps", "mask_token_id"}
+WRONG = {
+    **dict.fromkeys(COUNTS, (0, -1, 2.5, "8", [8], True, {})),
+    "mask_token_id": (-1, "95", [95], 1.5, True),
+    "rms_norm_eps": (0, -1e-6, "small", [1e-6], True, float("nan")),
+    "block_size": (0, 1, "8", [8]),
+    "conv_group_size": (0, 48, "16"),
+    "num_key_value_heads": (0, 3, "2"),
+    "is_causal": (0, "yes", [False]),
+    "layer_types": (7, {"a": 1}, [1, 2]),
+    "target_layer_ids": ("0", 3, [0, "2"], [0.5], {"0": 1}),
+    "draft_token_ids": ("0", 3, [0, "2"], [True]),
+    "input_embedding_scale": ("1", [1.0], True),
+    "output_multiplier": (0, -1.0, "1"),
+    "final_logit_softcapping": ("20", [20]),
+    "dflash_config": ([1], "x", 3),
+    "rope_parameters": ([1], "yarn", 3),
+    "rope_theta": ("1e6", -1, 0, [1e6]),
+    "architectures": (3, {"a": "b"}),
+}
+
+
+@pytest.mark.parametrize("key", sorted(WRONG))
+def test_wrong_values_are_refused_by_key_and_value(key: str) -> None:
+    for value in WRONG[key]:
+        config = without(dflash2_config(), key)
+        if key == "rope_theta":
+            config.pop("rope_parameters")
+        (config if key not in dflash2_config()["dflash_config"] else config["dflash_config"])[key] = value
+        with pytest.raises(DrafterMismatch) as error:
+            read_config(config, "some/drafter")
+        message = str(error.value)
+        assert message.startswith(f"some/drafter: {key} in config.json is ") and repr(value) in message
+        assert "must be" in message and "\n" not in message
+
+
+def test_only_published_keys_are_known() -> None:
+    """What a published configuration holds is read or harmless; a key that is neither is named."""
+    published = [QWEN38_27B, SPECULATORS_QWEN3_8B, NATIVE_QWEN3_8B, dflash1_config(), dflash2_config()]
+    published += [dflash1_config(**changes) for changes, _ in PUBLISHED_DFLASH1.values()]
+    for config in published:
+        settings = Settings(config, "x", DrafterMismatch)
+        read_settings(settings)
+        assert settings.unread(HARMLESS) == []
+    config = dflash2_config(sinks=4, novelty=0, extra=None, nested={"a": 1})
+    config["dflash_config"]["gated"] = True
+    config["rope_parameters"]["wavelength"] = 3
+    settings = Settings(config, "x", DrafterMismatch)
+    read_settings(settings)
+    assert settings.unread(HARMLESS) == ["gated", "nested", "sinks", "wavelength"]

@@ -4,31 +4,43 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from one_draft import extend, propose
+from tiny_drafters import dflash2_config, random_tensors
 from tiny_eagles import (
     DRAFT_IDS,
     Tensors,
     eagle_config,
     eagle_tensors,
     midlayer,
+    settings,
     speculators,
     vocabulary,
     write_eagle,
 )
+from tiny_heads import head_tensors, renamed
 from tiny_models import tiny_target
 
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.head import EagleHead
 from mlx_spec.drafters.eagle.load import load_eagle
-from mlx_spec.drafters.eagle.spec import is_eagle, read_head_config, read_spec, resolve_layer_ids
-from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.drafters.eagle.spec import (
+    declared_parts,
+    is_eagle,
+    read_head_config,
+    read_spec,
+    resolve_layer_ids,
+)
+from mlx_spec.drafters.eagle.tensors import own_draft_ids
+from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, UnsupportedModel
 from mlx_spec.target import Target
 
 TOKENS = mx.array([5, 17, 3, 88, 41, 9], dtype=mx.int32)
@@ -139,13 +151,13 @@ def test_a_quantised_target_lends_its_embedding_to_a_head_that_copied_it_before(
     ],
 )
 def test_the_hidden_states_that_a_head_reads(config: dict[str, Any], target_layer_ids: tuple[int, ...]) -> None:
-    assert resolve_layer_ids(config, 36, "the head") == target_layer_ids
+    assert resolve_layer_ids(settings(config, "the head"), 36) == target_layer_ids
 
 
 @pytest.mark.parametrize("config", [{IDS: [0, 2, 3]}, {IDS: [2, 18, 37]}, {"eagle_config": {IDS: [-1, 3, 4]}}])
 def test_hidden_states_that_there_are_not(config: dict[str, Any]) -> None:
     with pytest.raises(DrafterMismatch, match="the head.*36 layers"):
-        resolve_layer_ids(config, 36, "the head")
+        resolve_layer_ids(settings(config, "the head"), 36)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +177,7 @@ def test_hidden_states_that_there_are_not(config: dict[str, Any]) -> None:
 def test_what_a_config_says_and_what_its_absence_means(
     config: dict[str, Any], residual: bool, output: bool, scores: bool
 ) -> None:
-    spec = read_spec(config, True, 36, "the head")
+    spec = read_spec(settings(config, "the head"), True, 36)
     assert spec.norm_before_residual == residual
     assert (spec.norm_output, spec.scores_normed) == (output, scores)
 
@@ -184,7 +196,7 @@ def test_what_a_config_says_and_what_its_absence_means(
 )
 def test_the_rotation_is_the_heads_own(rope: dict[str, Any], base: float, dims: int, scaling: str | None) -> None:
     for config in (eagle_config(**rope), speculators(eagle_config(**rope))):
-        read = read_head_config(config, "the head")
+        read = read_head_config(settings(config, "the head"))
         assert (read.rope_base, read.rope_dims) == (base, dims)
         assert (read.rope_scaling or {}).get("rope_type") == scaling
 
@@ -199,13 +211,13 @@ def test_the_rotation_is_the_heads_own(rope: dict[str, Any], base: float, dims: 
     ],
 )
 def test_a_head_sees_no_more_than_it_was_trained_on(changes: dict[str, Any], window: int) -> None:
-    assert read_head_config(eagle_config(**changes), "the head").window == window
+    assert read_head_config(settings(eagle_config(**changes), "the head")).window == window
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_heads(bits: int, tmp_path: Path) -> None:
     """They draft as their dequantised weights do, quantised when they were written or at load."""
-    head = EagleHead(read_head_config(CONFIG, "head"), read_spec(CONFIG, True, 4, "head"), tensors().keys())
+    head = EagleHead(read_head_config(settings(CONFIG)), read_spec(settings(CONFIG), True, 4), tensors().keys())
     head.lm_head = nn.Linear(64, len(DRAFT_IDS), bias=False)
     words = {n: v for n, v in tensors().items() if n in ("d2t", "t2d")}
     head.load_weights([(n, v) for n, v in tensors().items() if n not in words])
@@ -244,11 +256,12 @@ def test_eagle_1_drafts_from_a_trimmed_vocabulary(tmp_path: Path) -> None:
 
 
 def test_heads_are_told_by_their_config() -> None:
+    assert is_eagle(eagle_config(), {})
     for version in (1, 3):
-        assert is_eagle(eagle_config(version=version))
-        assert is_eagle(speculators(eagle_config(version=version)))
-    assert is_eagle({"architectures": ["Eagle3LlamaForCausalLM"]}) and is_eagle({"eagle_config": {}})
-    assert is_eagle({"speculators_model_type": "peagle"})
+        assert is_eagle(speculators(eagle_config(version=version)), {})
+    assert is_eagle({"architectures": ["Eagle3LlamaForCausalLM"]}, {}) and is_eagle({"eagle_config": {}}, {})
+    assert is_eagle({"architectures": "LlamaForCausalLMEagle3"}, {})
+    assert is_eagle({"speculators_model_type": "peagle"}, {})
     for other in (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {}, "num_hidden_layers": 1},
         {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36},
@@ -256,7 +269,21 @@ def test_heads_are_told_by_their_config() -> None:
         {"model_type": "qwen3_5_mtp"},
         {},
     ):
-        assert not is_eagle(other)
+        assert not is_eagle(other, {})
+
+
+def test_heads_are_told_by_their_tensors() -> None:
+    """Published heads carry their target's architecture and number of layers, or say nothing."""
+    for version in (1, 3):
+        own = eagle_tensors(eagle_config(version=version), version)
+        for names in (own, midlayer(own), {f"model.{name}": 0 for name in own}):
+            for says in ({}, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}):
+                assert is_eagle(says, names.keys())
+    block = random_tensors(dflash2_config(num_hidden_layers=1, layer_types=["full_attention"]))
+    others = (block, midlayer(block), head_tensors("qwen3"), renamed(head_tensors("qwen3"), {}, "mtp."))
+    for tensors_of_others in others:
+        assert not is_eagle({}, tensors_of_others.keys())
+    assert not is_eagle({}, [name for name, _ in tree_flatten(target().model.parameters())])
 
 
 SHORT = [3, 4, 8, 15, 16, 23, 42, 50, 51, 52, 60, 61, 70, 71, 80, 90]
@@ -306,8 +333,8 @@ def test_tensors_that_do_not_fit(
         ({"rope_scaling": {"rope_type": "unheard of"}}, ("config.json", "unheard of")),
         ({"fc_norm": True}, ("missing fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",)),
         ({"eagle_config": {"norm_before_fc": True}}, ("missing input_norm.weight",)),
-        ({IDS: "1, 2, 3"}, ("must be a list of layer numbers", "1, 2, 3")),
-        ({"eagle_config": {IDS: [1.5, 2]}}, ("must be a list of layer numbers", "1.5")),
+        ({IDS: "1, 2, 3"}, ("must be a list of whole numbers", "1, 2, 3")),
+        ({"eagle_config": {IDS: [1.5, 2]}}, ("must be a list of whole numbers", "1.5")),
     ],
 )
 def test_configurations_that_do_not_fit(changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
@@ -328,9 +355,101 @@ def test_heads_that_work_in_another_way_are_refused_by_name(
     refusal(UnsupportedModel, write_eagle(tmp_path, {**CONFIG, **changes}, tensors()), word)
 
 
+WRONG = {
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"), (0, "64", [64], 1.5)
+    ),
+    "num_key_value_heads": (0, 3, "2"),
+    "head_dim": (0, "24", -24),
+    "rms_norm_eps": (0, -1e-5, "small", [1e-5], True),
+    "max_position_embeddings": (0, -1, "512", [512]),
+    "target_hidden_size": (0, "64"),
+    "rope_theta": (0, "10000", [1e4]),
+    "rope_parameters": ([1], "yarn", 3),
+    "rope_scaling": ([1], "yarn", 3),
+    "layer_types": (3, [1], {"a": 1}),
+    "eagle_config": ([1], "x", 3),
+    "norm_before_residual": (1, "true", [True]),
+    "fc_norm": (1, "no"),
+    IDS: (3, "1, 2, 3", [1.5, 2], ["1"], {"0": 1}),
+}
+
+
+@pytest.mark.parametrize("key", sorted(WRONG))
+@pytest.mark.parametrize("layout", [dict, speculators])
+def test_wrong_values_are_refused_by_key_and_value(layout: Callable[..., Any], key: str) -> None:
+    for value in WRONG[key]:
+        config = settings(layout(eagle_config(**{key: value})), "the head")
+        with pytest.raises(DrafterMismatch) as error:
+            read_head_config(config), read_spec(config, True, 4), declared_parts(config)
+        assert f"{key} in " in str(error.value) and f"is {value!r}, and must be" in str(error.value)
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu2"])
+def test_other_activations_are_refused(act: str, tmp_path: Path) -> None:
+    refusal(
+        DrafterMismatch, write_eagle(tmp_path, eagle_config(hidden_act=act), tensors()), "hidden_act", act, "silu"
+    )
+
+
+def test_keys_of_published_configurations_are_known(tmp_path: Path) -> None:
+    """Those of SafeAILab, AngelSlim, SpecForge, NVIDIA and ``speculators``; a key that nobody knows is named."""
+    load_eagle(write_eagle(tmp_path / "known", {**CONFIG, **PUBLISHED}, tensors()), target(), "the head")
+    config = {**CONFIG, "sinks": 4, "eagle_config": {"gated": True, "off": 0}}
+    with pytest.warns(ModelWarning, match="the head: gated, sinks in config.json is not known"):
+        load_eagle(write_eagle(tmp_path / "unknown", config, tensors()), target(), "the head")
+
+
+PUBLISHED: dict[str, Any] = dict(
+    dict(
+        bos_token_id=128000, eos_token_id=[128001, 128009], pad_token_id=0, initializer_range=0.02, use_cache=True
+    ),
+    **dict(hidden_act="silu", tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.28.1"),
+    **dict(attention_bias=False, attention_dropout=0.1, mlp_bias=False, pretraining_tp=1, rope_scaling=None),
+    **dict(target_model_type="qwen3", num_eagle_features=3, sliding_window=4096, use_sliding_window=True),
+    **dict(max_window_layers=1, quantization_config={"ignored": 1}, _name_or_path="x"),
+    eagle_config={
+        "eagle_aux_hidden_state_layer_ids": [1, 1, 0],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+    },
+)
+
+
 def test_a_position_encoding_that_depends_on_the_length_is_refused(tmp_path: Path) -> None:
     config = eagle_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    refusal(UnsupportedModel, write_eagle(tmp_path, config, tensors()), "DynamicNTKScalingRoPE")
+    refusal(DrafterMismatch, write_eagle(tmp_path, config, tensors()), "rope_type in rope_scaling", "dynamic")
+
+
+BIG = 8192
+SPREAD = np.sort(np.random.default_rng(0).choice(BIG, 40, replace=False))
+
+
+@pytest.mark.parametrize("dtype", [mx.int64, mx.int32, mx.float32, mx.float16, mx.bfloat16])
+def test_draft_tokens_that_a_conversion_cast(dtype: mx.Dtype) -> None:
+    """They are right, by the mask beside them or because no number is rounded; else they are refused."""
+    large = SimpleNamespace(vocab_size=BIG)
+    marked = np.zeros(BIG, dtype=bool)
+    marked[SPREAD] = True
+    offsets, mask = mx.array(SPREAD - np.arange(40)).astype(dtype), mx.array(marked)
+    for t2d in (mask, mask.astype(mx.bfloat16), mask.astype(mx.int8)):
+        assert own_draft_ids(offsets, t2d, large, "the head") == SPREAD.tolist()
+    if dtype in (mx.float16, mx.bfloat16):
+        with pytest.raises(
+            DrafterMismatch, match="the head: d2t is of type .*float16, which rounds whole numbers"
+        ):
+            own_draft_ids(offsets, None, large, "the head")
+    else:
+        assert own_draft_ids(offsets, None, large, "the head") == SPREAD.tolist()
+    few = mx.array([0, 3, 7, 250]).astype(dtype)
+    assert own_draft_ids(few, None, large, "the head") == [0, 4, 9, 253]
+    for wrong in ([0.5, 1], [float("nan"), 2]):
+        with pytest.raises(DrafterMismatch, match="d2t"):
+            own_draft_ids(mx.array(wrong), None, large, "the head")
 
 
 def test_folders_without_weights_or_config(tmp_path: Path) -> None:

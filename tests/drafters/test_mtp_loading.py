@@ -4,14 +4,16 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from one_draft import extend, propose
-from tiny_heads import Tensors, head_tensors, renamed, write_head, write_layout, zero_centred
+from tiny_heads import MIMO, Tensors, head_tensors, renamed, write_head, write_layout, zero_centred
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.drafters.base import Committed
@@ -19,8 +21,8 @@ from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.head import MTPHead
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.drafters.mtp.spec import OTHER_HEADS, SPECS
-from mlx_spec.drafters.mtp.tensors import norms_lack_one
-from mlx_spec.errors import DrafterMismatch, ModelError, UnsupportedModel
+from mlx_spec.drafters.mtp.tensors import norms_lack_one, own_draft_ids
+from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, UnsupportedModel
 from mlx_spec.target import Target
 
 SIDECAR = {"model_type": "qwen3_5_mtp", "text_config": CONFIGS["qwen3"]}
@@ -259,7 +261,7 @@ def test_more_than_one_layer(prefix: str, tmp_path: Path) -> None:
     [
         ({"hidden_size": 32}, ("hidden size 32", "has 64")),
         ({"vocab_size": 100}, ("vocabulary size 100", "has 96")),
-        ({"hidden_size": None}, ("hidden size None",)),
+        ({"hidden_size": None}, ("config.json has no 'hidden_size'",)),
         ({"num_attention_heads": None}, ("config.json",)),
         ({"rms_norm_eps": ...}, ("config.json", "rms_norm_eps")),
     ],
@@ -268,6 +270,128 @@ def test_configurations_that_do_not_fit(changes: dict[str, Any], words: tuple[st
     text = {k: v for k, v in {**CONFIGS["qwen3"], **changes}.items() if v is not ...}
     folder = write_head(tmp_path, {"model_type": "qwen3_5_mtp", "text_config": text}, tensors())
     refusal(DrafterMismatch, folder, *words)
+
+
+WRONG = {
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"), (0, "64", [64], 1.5)
+    ),
+    "num_key_value_heads": (0, 3, "2"),
+    "head_dim": (0, "16", -16),
+    "rms_norm_eps": (0, -1e-6, "small", [1e-6], True),
+    "max_position_embeddings": (0, -1, "512", [512]),
+    "rope_theta": (0, "10000", [1e4]),
+    "rope_scaling": ([1], "yarn", 3),
+    "rope_parameters": ([1], "yarn", 3),
+    "tie_word_embeddings": (1, "true"),
+    "hidden_act": ("gelu", 3),
+}
+
+
+@pytest.mark.parametrize("key", sorted(WRONG))
+def test_wrong_values_are_refused_by_key_and_value(key: str, tmp_path: Path) -> None:
+    for value in WRONG[key]:
+        text = {**CONFIGS["qwen3"], key: value}
+        folder = write_head(tmp_path, {"model_type": "qwen3_5_mtp", "text_config": text}, tensors())
+        refusal(DrafterMismatch, folder, f"{key} in config.json is {value!r}, and must be")
+    refusal(
+        DrafterMismatch, write_head(tmp_path, {**SIDECAR, "text_config": [1]}, tensors()), "text_config", "[1]"
+    )
+
+
+def test_a_rotation_as_transformers_5_writes_it(tmp_path: Path) -> None:
+    """mlx-lm's classes of some families read rope_theta and rope_scaling only."""
+    for family in ("qwen3", "mimo"):
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        without = {key: value for key, value in CONFIGS[family].items() if key != "rope_theta"}
+        found = []
+        for number, rope in enumerate(
+            (
+                {"rope_theta": 777.0, "rope_scaling": yarn},
+                {"rope_parameters": {"rope_theta": 777.0, **yarn}},
+                {"rope_theta": 10000.0},
+            )
+        ):
+            config = {"model_type": f"{family}_mtp", "text_config": {**without, **rope}}
+            head = {n: v for n, v in head_tensors(family).items()}
+            place = write_head(tmp_path / f"{family}{number}", config, named(head, family))
+            found.append(np.array(load_mtp(place, tiny_target(family), "head").forward.attention.rope.frequencies))
+        np.testing.assert_array_equal(found[0], found[1])
+        assert not np.array_equal(found[0], found[2])
+
+
+def named(head: Tensors, family: str) -> Tensors:
+    return renamed(head, MIMO, "model.mtp_layers.0.") if family == "mimo" else head
+
+
+def test_keys_of_published_configurations_are_known(tmp_path: Path) -> None:
+    """Those of mlx-community's heads; a key that nobody knows is named, of a whole model's config it is not."""
+    published = dict(
+        CONFIGS["qwen3"], attn_output_gate=True, attention_dropout=0.0, hidden_act="silu", use_cache=True
+    )
+    published |= dict(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, dtype="bfloat16")
+    published |= dict(full_attention_interval=4, layer_types=["full_attention"] * 4, mamba_ssm_dtype="float32")
+    config = {"model_type": "qwen3_5_mtp", "block_size": 3, "text_config": published, "quantization": {"bits": 4}}
+    load_mtp(write_head(tmp_path / "a", config, tensors()), target(), "the head")
+    config["text_config"] = {**published, "sinks": 4}
+    with pytest.warns(ModelWarning, match="the head: sinks in config.json is not known"):
+        load_mtp(write_head(tmp_path / "b", config, tensors()), target(), "the head")
+    whole = {**published, "model_type": "qwen3", "sinks": 4}
+    load_mtp(write_head(tmp_path / "c", whole, renamed(tensors(), {}, "mtp.")), target(), "the head")
+
+
+@pytest.mark.parametrize("prefix", ["", "mtp."])
+def test_weights_in_fp8_with_scales_for_blocks(prefix: str, tmp_path: Path) -> None:
+    """As Qwen publishes them: what is drafted is what the decoded weights draft."""
+    plain, packed = dict(tensors()), dict(tensors())
+    for name in ("fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"):
+        blocks = [-(-size // 128) for size in tensors()[name].shape]
+        scales = mx.full(blocks, 0.5)
+        packed |= {name: mx.to_fp8(tensors()[name] * 2), f"{name}_scale_inv": scales}
+        plain[name] = mx.from_fp8(packed[name], dtype=mx.bfloat16) * 0.5
+    found, expected = (
+        candidates(load_mtp(write_head(tmp_path / place, SIDECAR, renamed(head, {}, prefix)), target(), "head"))
+        for place, head in (("packed", packed), ("plain", plain))
+    )
+    assert found == expected
+    del packed["fc.weight_scale_inv"]
+    refusal(DrafterMismatch, write_head(tmp_path / "bare", SIDECAR, packed), "fc.weight is of type uint8")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+
+
+@pytest.mark.parametrize(
+    "contents, words", [(POINTER, ("Git LFS pointer", "git lfs pull")), (b"", ("empty",)), (b"\0" * 9, ("again",))]
+)
+def test_a_heads_file_that_is_not_there_yet(contents: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
+    trunk = {"model.norm.weight": mx.ones(64), "model.layers.0.mlp.down_proj.weight": mx.ones((64, 96))}
+    write_head(tmp_path, CONFIGS["qwen3"], trunk)
+    (tmp_path / "mtp.safetensors").write_bytes(contents)
+    refusal(DrafterMismatch, tmp_path, "mtp.safetensors", *words)
+    (tmp_path / "mtp.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(SIDECAR))
+    refusal(DrafterMismatch, tmp_path, "model.safetensors", *words)
+
+
+def test_a_head_that_the_index_leaves_out(tmp_path: Path, expected: Any) -> None:
+    trunk = {"model.norm.weight": mx.ones(64), "model.embed_tokens.weight": mx.ones((96, 64))}
+    write_head(tmp_path, CONFIGS["qwen3"], trunk | renamed(tensors(), {}, "mtp."))
+    index = {"weight_map": dict.fromkeys(trunk, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert candidates(load_mtp(tmp_path, target(), "model")) == expected
+
+
+@pytest.mark.parametrize("dtype", [mx.int64, mx.int32, mx.float32, mx.float16, mx.bfloat16])
+def test_draft_tokens_that_a_conversion_cast(dtype: mx.Dtype) -> None:
+    large = SimpleNamespace(vocab_size=8192)
+    assert own_draft_ids(mx.array([200, 3, 7]).astype(dtype), large, "the head") == [200, 3, 7]
+    high = mx.array([4097, 3]).astype(dtype)
+    if dtype in (mx.float16, mx.bfloat16):
+        with pytest.raises(DrafterMismatch, match="d2t is of type .*float16, which rounds"):
+            own_draft_ids(high, large, "the head")
+    else:
+        assert own_draft_ids(high, large, "the head") == [4097, 3]
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.999])

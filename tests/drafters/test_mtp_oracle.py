@@ -13,14 +13,14 @@ import pytest
 from emulator.run import launcher
 from one_draft import extend, propose
 from oracles.mtp_numpy import MTPOracle
-from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, numbered_experts, write_layout
+from tiny_heads import LAYOUTS, Tensors, fused_experts, head_tensors, layer_of, numbered_experts, write_layout
 from tiny_models import CONFIGS, tiny_target
 
 from metal_kernels.launching.implementations import using
 from metal_kernels.launching.launch import launching
 from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.mtp.load import layer_config, load_mtp
+from mlx_spec.drafters.mtp.load import load_mtp
 
 ROUNDING = 2e-4
 COUNT = 5
@@ -64,7 +64,7 @@ def run_rounds(drafter: ChainDrafter, oracle: MTPOracle, sizes: list[int]) -> No
 def oracle_for(family: str, tensors: dict[str, mx.array], **options: object) -> MTPOracle:
     target = tiny_target(family, mx.float32)
     embedding = np.array(target.embed(mx.arange(96)))
-    config = layer_config(CONFIGS[family])
+    config = layer_of(family)
     queries = tensors["layers.0.self_attn.q_proj.weight"].shape[0] // config["num_attention_heads"]
     values = tensors["layers.0.self_attn.v_proj.weight"].shape[0] // config["num_key_value_heads"]
     return MTPOracle(

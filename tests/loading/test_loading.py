@@ -246,7 +246,7 @@ def test_an_unsupported_model_is_refused_before_weights_are_read(
     folder = copied(
         target_folder, tmp_path / "m", config__json=json.dumps({**config, "model_type": "mamba"}).encode()
     )
-    monkeypatch.setattr("mlx_spec.loading.load.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("mlx_spec.loading.model.load_model", lambda *_, **__: pytest.fail("weights were read"))
     message = refusal(UnsupportedModel, str(folder))
     assert "'mamba'" in message
     assert all(family in message for family in FAMILIES)
@@ -274,7 +274,7 @@ def test_broken_configurations(target_folder: Path, tmp_path: Path, contents: by
 
 def test_a_config_that_lacks_a_size_is_refused(target_folder: Path, tmp_path: Path) -> None:
     folder = copied(target_folder, tmp_path / "m", config__json=b'{"model_type": "llama"}')
-    assert "hidden_size" in refusal(ModelError, str(folder))
+    assert "hidden_size" in refusal(UnsupportedModel, str(folder))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.999])

@@ -54,6 +54,52 @@ def test_a_folder_is_known_by_its_config(model: Path, head: Path) -> None:
         assert generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=count) == plain
 
 
+SAYS: dict[str, dict[str, Any]] = {
+    "its target's architecture and layers": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
+    "no architecture": {"architectures": None},
+    "its architecture as a text": {"architectures": "LlamaForCausalLMEagle3"},
+    "no number of layers": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": None},
+}
+
+
+@pytest.mark.parametrize("says", SAYS)
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_folder_is_known_by_its_tensors(version: int, says: str, model: Path, tmp_path: Path) -> None:
+    config = eagle_config(version=version, vocab_size=len(TOKENS))
+    tensors = eagle_tensors(config, version, dtype=mx.bfloat16)
+    engine, _ = load(str(model), str(write_eagle(tmp_path, {**config, **SAYS[says]}, midlayer(tensors))))
+    assert drafter_of(engine).name == "eagle"
+
+
+def test_a_whole_model_is_no_drafter(model: Path, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small", "llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48)
+    for place in (small, model):
+        with pytest.raises(DrafterMismatch, match=f"{place} is a whole model without a drafter's head"):
+            load(str(model), str(place))
+
+
+@pytest.mark.parametrize("file", ["head.gguf", "head.bin", "head.pt"])
+def test_files_of_other_formats_are_refused_by_what_they_are(file: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"GGUF\3\0\0\0" + b"\0" * 40)
+    with pytest.raises(DrafterMismatch, match="is a GGUF file; drafters are read from safetensors files"):
+        load(str(model), str(tmp_path / file))
+
+
+def test_files_of_macos_beside_a_head_are_passed_over(model: Path, head: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(head, tmp_path / "head"))
+    for place in (folder, write_dflash2(tmp_path / "dflash")):
+        (place / "._model.safetensors").write_bytes(b"\0\5\x16\7" + b"\0" * 90)
+        assert load(str(model), str(place))[0].drafter is not None
+
+
+def test_a_head_with_more_padding_than_its_target(model: Path, tmp_path: Path) -> None:
+    config = eagle_config(version=1, vocab_size=len(TOKENS) + 2)
+    folder = write_eagle(tmp_path, config, eagle_tensors(config, 1, dtype=mx.bfloat16))
+    engine, tokenizer = load(str(model), str(folder))
+    plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
+    assert generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=5) == plain
+
+
 def test_the_command_takes_one(model: Path, head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", str(model), "-p", "hello", "-m", "8", "--stats", "json"]
     texts = []

@@ -1,6 +1,8 @@
 """load() with an MTP head: the one that a model ships, others, trimmed vocabularies, and extracted ones."""
 
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import mlx.core as mx
 import pytest
 from pretended_device import set_on_cpu
 from tiny_folders import folder_config, write_dflash2, write_model
-from tiny_heads import Tensors, head_tensors, renamed, write_head, zero_centred
+from tiny_heads import MIMO, Tensors, head_tensors, renamed, write_head, zero_centred
 
 from metal_kernels.launching.implementations import using
 from mlx_spec import generate, load
@@ -16,7 +18,7 @@ from mlx_spec.checkpoints import hub
 from mlx_spec.cli import extract_mtp
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.engine import Engine
-from mlx_spec.errors import DrafterMismatch, ModelError, RequestError
+from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, RequestError
 from mlx_spec.loading import drafter as loading_drafter
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 
@@ -69,6 +71,78 @@ def test_a_model_without_a_head(model: Path) -> None:
     with pytest.raises(DrafterMismatch, match=rf"{model} holds no MTP weights.*extract_mtp") as error:
         load(str(model), "mtp")
     assert "\n" not in str(error.value)
+
+
+def beside(tensors: Tensors) -> dict[str, Any]:
+    """Files beside a model: a head, as its original checkpoint names its tensors."""
+    return {"mtp.safetensors": renamed(tensors, {}, "mtp.")}
+
+
+def twice(tensors: Tensors) -> Tensors:
+    return {n.replace("layers.0", f"layers.{i}"): v for n, v in tensors.items() for i in (0, 1)}
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "two layers": (beside(twice(head())), "2 MTP layers"),
+    "a tensor is missing": (beside({n: v for n, v in head().items() if "o_proj" not in n}), "missing .*o_proj"),
+    "a tensor too many": (beside(head() | {"fc.weight_scale_inv": mx.ones((1, 1))}), "fc.weight_scale_inv"),
+    "of another width": (beside(head() | {"fc.weight": mx.zeros((32, 64))}), r"fc.weight is \[32, 64\]"),
+    "NaN": (beside(head() | {"fc.weight": head()["fc.weight"] * float("nan")}), "NaN or infinity in fc.weight"),
+    "bytes": (beside(head() | {"fc.weight": mx.zeros((64, 128), dtype=mx.uint8)}), "fc.weight is of type uint8"),
+    "d2t rounded": (beside(head() | {"d2t": mx.array([3.5, 4.0])}), "d2t is of type float32"),
+    "an empty file": ({"mtp.safetensors": b""}, "mtp.safetensors .*empty"),
+    "a pointer": ({"mtp/weights.safetensors": POINTER}, "weights.safetensors is a Git LFS pointer"),
+    "a broken index": ({"model.safetensors.index.json": b"{"}, "index"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_model_runs_without_a_head_that_cannot_be_used(case: str, model: Path, tmp_path: Path) -> None:
+    """As it does in mlx_lm, with one sentence that says why; asked for, such a head is refused by the same one."""
+    files, reason = UNUSABLE[case]
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    for file, contents in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        if isinstance(contents, bytes):
+            (folder / file).write_bytes(contents)
+        else:
+            mx.save_safetensors(str(folder / file), contents)
+    with pytest.raises(DrafterMismatch, match=reason) as error:
+        load(str(folder), "mtp")
+    with pytest.warns(ModelWarning) as warned:
+        engine, tokenizer = load(str(folder))
+    assert [str(w.message) for w in warned] == [f"No drafter is used, because {error.value}"]
+    plain, plain_tokenizer = load(str(model), None)
+    assert engine.drafter is None
+    assert generate(engine, tokenizer, "hello", max_tokens=8) == generate(
+        plain, plain_tokenizer, "hello", max_tokens=8
+    )
+    # Who sets something of a drafter asks for one.
+    with pytest.raises((DrafterMismatch, RequestError)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ModelWarning)
+        load(str(folder), draft_bits=4)
+
+
+@pytest.mark.parametrize("file", ["._model.safetensors", "adapters.safetensors", "other.safetensors"])
+@pytest.mark.parametrize("contents", [POINTER, b"", b"\0" * 64])
+def test_other_files_beside_a_model_change_nothing(
+    file: str, contents: bytes, model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / file).write_bytes(contents)
+    assert load(str(folder))[0].drafter is None
+
+
+def test_a_head_that_the_index_leaves_out_is_found(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "mimo")
+    own = renamed(head_tensors("mimo", dtype=mx.bfloat16), MIMO, "model.mtp_layers.0.")
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | own, {"format": "mlx"})
+    index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("auto", "mtp"):
+        assert drafter_of(load(str(folder), name)[0]).name == "mtp"
 
 
 def test_the_demo_names_its_own_head(monkeypatch: pytest.MonkeyPatch, model: Path, sidecar: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writes tiny random hybrid checkpoints by Hugging Face transformers, and the logits that it computes from them.
+"""Writes tiny random checkpoints by Hugging Face transformers, and the logits that it computes from them.
 
     pip install transformers torch
     cd tests && python -m oracles.write_transformers
@@ -44,10 +44,51 @@ VISION: dict[str, Any] = dict(
     temporal_patch_size=1,
     num_position_embeddings=4,
 )
+SMALL: dict[str, Any] = dict(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+WINDOW: dict[str, Any] = dict(sliding_window=8, use_sliding_window=True)
+
+
+def attention_models() -> dict[str, Any]:
+    """Build models whose configurations set what changes numbers, as transformers 5 writes it."""
+    import transformers as hf
+
+    stretched = dict(YARN, original_max_position_embeddings=32, mscale=1.2, mscale_all_dim=0.7, beta_fast=16)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+    configs = [
+        hf.LlamaConfig(**SMALL, rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True),
+        hf.MistralConfig(**SMALL, sliding_window=8, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+        hf.Qwen2Config(**SMALL, **WINDOW, max_window_layers=1, rope_parameters=dict(YARN, attention_factor=1.0)),
+        hf.Qwen3Config(
+            **SMALL,
+            **WINDOW,
+            head_dim=32,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=YARN,
+        ),
+        hf.Qwen3MoeConfig(**SMALL, **WINDOW, **experts, rope_parameters=stretched),
+    ]
+    return {f"{config.model_type}_settings": hf.AutoModelForCausalLM.from_config(config) for config in configs}
 
 
 def models() -> dict[str, Any]:
-    """Build one model of each family: vision models, as published, where the family is one."""
+    """Build one model of each hybrid family: vision models, as published, where the family is one."""
     import transformers as hf
 
     dense = hf.Qwen3_5Config(text_config=dict(TEXT, rope_parameters=MROPE), vision_config=VISION)
@@ -106,7 +147,7 @@ def main() -> None:
     import torch
 
     torch.manual_seed(0)
-    for name, model in models().items():
+    for name, model in (models() | attention_models()).items():
         write(name, model)
 
 

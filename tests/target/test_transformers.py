@@ -1,4 +1,4 @@
-"""Hybrid targets against Hugging Face transformers, which wrote the checkpoints and computed the logits.
+"""Targets against Hugging Face transformers, which wrote the checkpoints and computed the logits.
 
 ``oracles/write_transformers.py`` is how.
 """
@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
 
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.errors import ModelError
+from mlx_spec.loading.model import read_model
 from mlx_spec.target import Target
 
 FOLDERS = sorted((Path(__file__).parent.parent / "oracles" / "transformers").iterdir())
@@ -20,10 +20,11 @@ FOLDERS = sorted((Path(__file__).parent.parent / "oracles" / "transformers").ite
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("prompt", [0, 41])
 def test_logits_equal_transformers(folder: Path, prompt: int) -> None:
-    """Checkpoints as published: zero-centred norms, vision tensors, fused or numbered experts."""
-    model, _ = load_model(folder, lazy=True)
+    """Zero-centred norms, vision tensors, fused or numbered experts; stretched positions and windows."""
+    config = read_config(folder, folder.name, "model", ModelError)
+    model = read_model(folder, config, folder.name)
     model.set_dtype(mx.float32)
-    target = Target(model, read_config(folder, folder.name, "model", ModelError), folder.name)
+    target = Target(model, config, folder.name)
     expected = np.load(folder / "expected.npz")
     tokens, sequence, got = expected["tokens"].tolist(), target.open(), []
     target.prefill(sequence, tokens[:prompt], on_rows=lambda rows, _: got.append(target.logits(rows.hidden)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from one_draft import extend, propose
 from test_train_drafter import random_replies
-from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, write_eagle
+from tiny_eagles import DRAFT_IDS, eagle_config, eagle_tensors, settings, write_eagle
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
 from mlx_spec.drafters.base import Committed
@@ -42,7 +42,7 @@ def test_the_training_forward_is_the_shipped_forward(
     target, raw = tiny_target("llama", mx.float32), eagle_config(version=version, **changes)
     tensors = eagle_tensors(raw, version, parts)
     drafter = load_eagle(write_eagle(tmp_path, raw, tensors), target, "tiny")
-    config, spec = read_head_config(raw, "tiny"), read_spec(raw, version == 3, 4, "tiny")
+    config, spec = read_head_config(settings(raw)), read_spec(settings(raw), version == 3, 4)
     head = EagleHead(config, spec, tensors.keys())
     head.load_weights([(n, v) for n, v in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")])
     tokens = mx.array(np.random.default_rng(2).integers(0, 96, (2, LENGTH)).astype(np.int32))

@@ -4,9 +4,11 @@ Sources: Z Lab's ``dflash`` 0.1.0 (native layout), the ``speculators`` library 0
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_spec.checkpoints.rope_settings import read_rope
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.errors import DrafterMismatch
 
 # Values that transformers' Qwen3Config leaves out of a saved configuration because they are its defaults.
@@ -33,8 +35,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rope_is_neox_style": (None, True),
     "is_neox_style": (None, True),
     "sample_from_anchor": (None, False),
+    "query_zero_predicts_next": (None, False),
+    "shift_label": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "mlp_bias": (None, False),
     "attention_bias": (None, False),
     "hidden_act": (None, "silu"),
+}
+# What changes nothing here: layer types say where windows are, and the target is given.
+HARMLESS = {
+    *("use_sliding_window", "max_window_layers", "target_hidden_size", "num_anchors"),
+    *("swa_window_size", "mask_token", "target_model", "target_model_type"),
 }
 # Keys that configurations of other drafters do not have, unless they are of a kind that is asked before.
 KEYS = {"dflash_config", "speculators_model_type"}
@@ -89,100 +100,126 @@ def is_dflash2(config: Mapping[str, Any]) -> bool:
     return not KEYS.isdisjoint(config)
 
 
-def read_config(config: dict[str, Any], name: str) -> DFlash2Config:
+def read_config(config: Mapping[str, Any], name: str) -> DFlash2Config:
     """Read a drafter's configuration.
 
     config: its ``config.json``, in the native or in the speculators layout.
     name: of the checkpoint, for messages.
-    Raises DrafterMismatch that names the key when one is missing, contradictory, or asks for something else than
-    DFlash 1 or 2.
+    Raises DrafterMismatch that names the key when one is missing, contradictory, of the wrong kind, or asks for
+    something else than DFlash 1 or 2.
     """
-    try:
-        flat = _flatten_speculators(config) if "speculators_model_type" in config else _flatten_native(config)
-        flat = {key: value for key, value in flat.items() if value is not None}
-        _refuse_relatives(flat, name)
-        return _build(flat, "DFlash2DraftModel" in (config.get("architectures") or []), name)
-    except KeyError as missing:
-        raise DrafterMismatch(f"{name}: config.json has no {missing.args[0]!r}.") from None
-    except (TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json holds a value of the wrong kind ({error}).") from None
+    return read_settings(Settings(config, name, DrafterMismatch))
 
 
-def _refuse_relatives(flat: dict[str, Any], name: str) -> None:
+def read_settings(settings: Settings) -> DFlash2Config:
+    """Read a drafter's configuration, see ``read_config``."""
+    flat = flat_speculators(settings) if settings.has("speculators_model_type") else flat_native(settings)
+    refuse_relatives(flat)
+    return build(flat, "DFlash2DraftModel" in settings.texts("architectures"))
+
+
+def refuse_relatives(flat: Settings) -> None:
+    """Raise DrafterMismatch for settings of relatives and forks of DFlash that change what is computed."""
     for key, plain in UNSUPPORTED.items():
-        if flat.get(key) not in plain:
+        if (value := flat.get(key)) not in plain:
             raise DrafterMismatch(
-                f"{name} sets {key} to {flat[key]!r}, which DFlash 1 and 2 do not have; "
+                f"{flat.name} sets {key} to {value!r}, which DFlash 1 and 2 do not have; "
                 "mlx_spec runs only their plain forms."
             )
-    draft_vocab = flat.get("draft_vocab_size")
-    if draft_vocab not in (None, flat.get("vocab_size")):
+    vocab_size = flat.count("vocab_size")
+    if (draft_vocab := flat.count("draft_vocab_size", vocab_size)) != vocab_size:
         raise DrafterMismatch(
-            f"{name} has a vocabulary of its own (draft_vocab_size {draft_vocab}, vocab_size "
-            f"{flat.get('vocab_size')}); only drafters over the target's vocabulary are supported."
+            f"{flat.name} has a vocabulary of its own (draft_vocab_size {draft_vocab}, vocab_size {vocab_size}); "
+            "only drafters over the target's vocabulary are supported."
         )
 
 
-def _flatten_native(config: dict[str, Any]) -> dict[str, Any]:
-    flat = {**config, **(config.get("dflash_config") or {})}
-    if flat.get("is_causal") is None:
-        flat["is_causal"] = flat.get("causal")
-    return flat
+def flat_native(config: Settings) -> Settings:
+    """Lay ``dflash_config`` over the top level."""
+    return config.part("dflash_config").over(config)
 
 
-def _flatten_speculators(config: dict[str, Any]) -> dict[str, Any]:
-    flat = {**QWEN3_DEFAULTS, **config["transformer_layer_config"], **config}
-    if config.get("aux_hidden_state_layer_ids") is None:
-        raise KeyError("aux_hidden_state_layer_ids")
+def flat_speculators(config: Settings) -> Settings:
+    """Lay the top level of the ``speculators`` layout over its decoder layer, by native names."""
+    layer = config.part("transformer_layer_config", required=True)
+    ids = config.wholes("aux_hidden_state_layer_ids")
+    if not ids:
+        raise config.missing("aux_hidden_state_layer_ids")
+    non_causal = config.flag("sliding_window_non_causal", config.get("speculators_model_type") == "dflash2")
     # speculators counts the embedding's output as hidden state 0, the native layout does not count it.
-    flat["target_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
-    non_causal = config.get("sliding_window_non_causal", config["speculators_model_type"] == "dflash2")
-    flat["is_causal"] = False if non_causal else None
-    return flat
+    ours = {"target_layer_ids": [i - 1 for i in ids], "is_causal": False if non_causal else None}
+    defaults = replace(config, values=QWEN3_DEFAULTS)
+    return replace(config, values=ours).over(config).over(layer).over(defaults)
 
 
-def _build(flat: dict[str, Any], is_dflash2: bool, name: str) -> DFlash2Config:
-    layers = int(flat["num_hidden_layers"])
-    layer_types = list(flat.get("layer_types") or ["full_attention"] * layers)
-    if len(layer_types) != layers or not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        raise DrafterMismatch(
-            f"{name}: layer_types must name full_attention or sliding_attention for each of {layers} layers, "
-            f"found {layer_types}."
-        )
-    sliding = [kind == "sliding_attention" for kind in layer_types]
-    window = int(flat["sliding_window"]) if any(sliding) else None
-    is_causal = flat.get("is_causal")
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling")
-    cap = flat.get("final_logit_softcapping")
-    layer_ids = flat.get("target_layer_ids") or default_layer_ids(int(flat["num_target_layers"]), layers)
-    draft_ids = flat.get("draft_token_ids")
+def build(flat: Settings, is_dflash2: bool) -> DFlash2Config:
+    """Build a configuration from flat settings."""
+    layers, width, heads = (flat.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    kv_heads, positions = flat.count("num_key_value_heads"), flat.count("max_position_embeddings")
+    if heads % kv_heads:
+        raise flat.refusal("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    head_dim = flat.count("head_dim", width // heads or None)
+    sliding = sliding_layers(flat, layers)
+    window = flat.count("sliding_window") if any(sliding) else None
+    rope = read_rope(flat, head_dim, positions)
+    cap = flat.number("final_logit_softcapping", 0.0)
     return DFlash2Config(
-        hidden_size=int(flat["hidden_size"]),
-        intermediate_size=int(flat["intermediate_size"]),
+        hidden_size=width,
+        intermediate_size=flat.count("intermediate_size"),
         num_hidden_layers=layers,
-        num_attention_heads=int(flat["num_attention_heads"]),
-        num_key_value_heads=int(flat["num_key_value_heads"]),
-        head_dim=int(flat.get("head_dim") or flat["hidden_size"] // flat["num_attention_heads"]),
-        vocab_size=int(flat["vocab_size"]),
-        rms_norm_eps=float(flat["rms_norm_eps"]),
-        max_position_embeddings=int(flat["max_position_embeddings"]),
-        rope_theta=float(flat.get("rope_theta") or (rope or {}).get("rope_theta", 10000.0)),
-        rope_scaling=rope,
-        block_size=int(flat["block_size"]),
-        mask_token_id=int(flat["mask_token_id"]),
-        target_layer_ids=tuple(int(i) for i in layer_ids),
-        num_target_layers=flat.get("num_target_layers"),
-        causal=tuple(bool(s if is_causal is None else is_causal) for s in sliding),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=flat.count("vocab_size"),
+        rms_norm_eps=flat.positive("rms_norm_eps"),
+        max_position_embeddings=positions,
+        rope_theta=rope.base,
+        rope_scaling=rope.scaling,
+        block_size=flat.whole("block_size", least=2),
+        mask_token_id=flat.whole("mask_token_id"),
+        target_layer_ids=tuple(layer_ids(flat, layers)),
+        num_target_layers=flat.count("num_target_layers") if flat.has("num_target_layers") else None,
+        causal=causal_layers(flat, sliding),
         windows=tuple(window if s else None for s in sliding),
-        conv_kernel_size=int(flat["conv_kernel_size"]) if is_dflash2 else 0,
-        conv_group_size=int(flat["conv_group_size"]) if is_dflash2 else 0,
-        selector_rank=int(flat["selector_rank"]) if is_dflash2 else 0,
-        selector_top_k=int(flat["selector_top_k"]) if is_dflash2 else 16,
-        input_embedding_scale=float(flat.get("input_embedding_scale", 1.0)),
-        output_multiplier=float(flat.get("output_multiplier", 1.0)),
-        final_logit_softcapping=float(cap) if cap and cap > 0 else None,
-        draft_token_ids=tuple(int(i) for i in draft_ids) if draft_ids else None,
+        input_embedding_scale=flat.number("input_embedding_scale", 1.0),
+        output_multiplier=flat.positive("output_multiplier", 1.0),
+        final_logit_softcapping=cap if cap > 0 else None,
+        draft_token_ids=tuple(flat.wholes("draft_token_ids")) or None,
+        **(dflash2_sizes(flat, width) if is_dflash2 else {}),
     )
+
+
+def dflash2_sizes(flat: Settings, width: int) -> dict[str, int]:
+    """Read the sizes of what DFlash 2 has and DFlash 1 has not."""
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    sizes = {key: flat.count(key) for key in keys}
+    if width % sizes["conv_group_size"]:
+        raise flat.refusal("conv_group_size", f"a divisor of hidden_size {width}")
+    return sizes
+
+
+def sliding_layers(flat: Settings, layers: int) -> list[bool]:
+    """Return which layers have a sliding window."""
+    kinds = flat.texts("layer_types") or ["full_attention"] * layers
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise DrafterMismatch(
+            f"{flat.name}: layer_types must name full_attention or sliding_attention for each of {layers} layers, "
+            f"found {kinds}."
+        )
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def causal_layers(flat: Settings, sliding: list[bool]) -> tuple[bool, ...]:
+    """Return in which layers a block row sees only block rows before it: in sliding ones, if nothing is said."""
+    for key in ("is_causal", "causal"):
+        if flat.has(key):
+            return (flat.flag(key),) * len(sliding)
+    return tuple(sliding)
+
+
+def layer_ids(flat: Settings, layers: int) -> list[int]:
+    """Return the target layers whose outputs are read."""
+    return flat.wholes("target_layer_ids") or default_layer_ids(flat.count("num_target_layers"), layers)
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> list[int]:

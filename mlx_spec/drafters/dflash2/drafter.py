@@ -13,6 +13,7 @@ from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
+from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
@@ -36,7 +37,9 @@ class DFlash2Drafter:
         self._ids = None if config.draft_token_ids is None else mx.array(config.draft_token_ids)
         nothing = mx.zeros((1, len(self.target_layer_ids) * target.hidden_size), dtype=target.dtype)
         self.pool = context_pool(self.writer.project(nothing, mx.array([0], dtype=mx.int32)))
-        self._head = target.logits if self._ids is None else target.head_for(self._ids)
+        self._head = (
+            target.head_for(self._ids) if self._ids is not None else logits_of_first(config.vocab_size, target)
+        )
 
     def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""

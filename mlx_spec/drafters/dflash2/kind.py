@@ -17,7 +17,7 @@ KIND = Kind(
     name="dflash2",
     title="DFlash 2 drafter",
     trainer="train_drafter",
-    claims=is_dflash2,
+    claims=lambda config, tensors: is_dflash2(config),
     # The last that is asked: what no other kind takes is read as one, and refused with the reason.
     matches=lambda source, target_layers: True,
     load=load,

@@ -1,22 +1,25 @@
 """Loading a DFlash or DFlash 2 checkpoint and binding it to its target."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
+from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
 from mlx_spec.drafters.dflash2.block import DraftModel
-from mlx_spec.drafters.dflash2.config import DFlash2Config, read_config
+from mlx_spec.drafters.dflash2.config import HARMLESS, DFlash2Config, read_settings
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.tensors import native_names
-from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_to_target
+from mlx_spec.drafters.draft_head import check_draft_ids, check_target, fit_rows, fit_to_target
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
 # In float16 the residual stream is kept at an eighth of its size, so that numbers up to 5e5 fit.
 SHRINK = 8
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = False) -> DFlash2Drafter:
@@ -27,36 +30,39 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     Raises DrafterMismatch when the checkpoint is incomplete or was made for another target.
     """
     raw = read_config_file(folder, name, "drafter", DrafterMismatch)
-    config = read_config(raw, name)
+    settings = Settings(raw, name, DrafterMismatch)
+    config = read_settings(settings)
     check_target(config.hidden_size, config.vocab_size, target, name, config.num_target_layers)
     check_config(config, target, name)
-    model = DraftModel(config)
-    load_tensors(model, native_names(read_tensors(folder, name), "speculators_model_type" in raw), name)
+    # Codebooks have a row for every token of the target, whose vocabulary may have more padding, or less.
+    model = DraftModel(replace(config, vocab_size=target.vocab_size))
+    tensors = native_names(read_tensors(folder, name), "speculators_model_type" in raw)
+    for codebook in CODEBOOKS:
+        tensors = fit_rows(tensors, codebook, config.vocab_size, target.vocab_size)
+    load_tensors(model, tensors, name)
     if target.dtype == mx.float16:
         shrink(model)
     fit_to_target(model, target, name, dequantize=dequantize)
+    settings.warn_of_unread(HARMLESS)
     return DFlash2Drafter(config, model, target)
 
 
 def check_config(config: DFlash2Config, target: Target, name: str) -> None:
     """Raise DrafterMismatch where numbers of a configuration do not fit each other or the target."""
-    for what, ids, limit in (
+    for what, named, limit in (
         ("target_layer_ids", config.target_layer_ids, target.num_layers),
         ("mask_token_id", [config.mask_token_id], target.vocab_size),
     ):
-        wrong = [i for i in ids if not 0 <= i < limit]
+        wrong = [i for i in named if not 0 <= i < limit]
         if wrong:
             raise DrafterMismatch(f"{name}: {what} must lie in 0 .. {limit - 1}, found {wrong[:4]}.")
+    count, what = config.vocab_size, "a vocabulary of"
     if config.draft_token_ids is not None:
         check_draft_ids(config.draft_token_ids, "draft_token_ids of config.json", target, name)
-        if len(config.draft_token_ids) < config.selector_top_k:
-            raise DrafterMismatch(
-                f"{name}: draft_token_ids has {len(config.draft_token_ids)} ids, fewer than selector_top_k "
-                f"{config.selector_top_k}."
-            )
-    if config.conv_kernel_size and config.hidden_size % config.conv_group_size:
+        count, what = len(config.draft_token_ids), "draft_token_ids has"
+    if count < config.selector_top_k:
         raise DrafterMismatch(
-            f"{name}: hidden size {config.hidden_size} is no multiple of conv_group_size {config.conv_group_size}."
+            f"{name}: {what} {count} ids, fewer than selector_top_k {config.selector_top_k} of config.json."
         )
 
 

@@ -27,7 +27,7 @@ KIND = Kind(
     title="EAGLE head",
     trainer="train_eagle",
     claims=is_eagle,
-    matches=lambda source, target_layers: is_eagle(source.config),
+    matches=lambda source, target_layers: is_eagle(source.config, source.tensors),
     load=load,
     other_wirings=other_wirings,
 )

@@ -4,10 +4,13 @@ Two conventions number hidden states, and layouts differ in what a missing key m
 fluently and is seldom accepted. Sources: SafeAILab/EAGLE, SpecForge, vLLM, SGLang, ``speculators`` 0.9.0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_spec.checkpoints.rope_settings import read_rope
+from mlx_spec.checkpoints.settings import Settings
+from mlx_spec.drafters.eagle.tensors import is_head
 from mlx_spec.errors import DrafterMismatch, UnsupportedModel
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -15,6 +18,16 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_ROPE_BASE = 10000.0
 # Heads are trained on texts of two to four thousand tokens, and draft badly after longer ones: they see no more.
 MAX_CONTEXT = 4096
+# Settings of decoder layers and their values in the heads that are run here.
+PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": (None, "silu"), "use_mtp_layernorm": (None, False)}
+# What changes nothing here: tensors say which parts there are, and the target is given.
+HARMLESS = {
+    *("attention_bias", "mlp_bias", "bias", "draft_vocab_size", "num_hidden_layers", "has_lm_head"),
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"),
+    *("parallel_draft_step", "parallel_draft_heads_num_layers", "eagle_decoder_type"),
+    *("num_eagle_features", "num_aux_hidden_states", "n_predict", "target_model_type", "modal_type"),
+    *("embed_requires_grad", "sliding_window", "use_sliding_window", "max_window_layers"),
+}
 # Heads that are no chain of one decoder layer.
 OTHER_HEADS = {
     "peagle": "a P-EAGLE head drafts all tokens in one pass of several layers",
@@ -62,76 +75,74 @@ class HeadConfig:
     window: int
 
 
-def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` shows that its checkpoint is an EAGLE head.
+def is_eagle(config: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether a checkpoint is an EAGLE head, by its ``config.json`` or by the names of its tensors.
 
-    The first heads call themselves what their target is called, but have one layer.
+    Many heads call themselves what their target is called.
     """
-    names = [*(config.get("architectures") or []), config.get("speculators_model_type"), config.get("model_type")]
-    if any("eagle" in str(name).lower() for name in names) or "eagle_config" in config:
-        return True
-    is_first = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or [])
-    return is_first and config.get("num_hidden_layers") == 1
+    return "eagle" in declared_kind(config) or "eagle_config" in config or is_head(tensors)
 
 
-def read_spec(config: dict[str, Any], fused: bool, target_layers: int, name: str) -> EagleSpec:
+def declared_kind(config: Mapping[str, Any]) -> str:
+    """Return what a ``config.json`` calls its model, as one text in lower case."""
+    return " ".join(
+        str(config.get(key)) for key in ("architectures", "speculators_model_type", "model_type")
+    ).lower()
+
+
+def read_spec(config: Settings, fused: bool, target_layers: int) -> EagleSpec:
     """Read how a head is wired.
 
     config: its ``config.json``.
     fused: whether it has EAGLE-3's tensors.
     target_layers: of the target.
-    name: of the checkpoint, for messages.
     Raises UnsupportedModel for heads that work in another way, DrafterMismatch for layers that do not exist.
     """
-    refuse_other_heads(config, name)
+    refuse_other_heads(config)
     if not fused:
         return EagleSpec(False, (target_layers,))
-    from_speculators = "speculators_model_type" in config
+    from_speculators = config.has("speculators_model_type")
     return EagleSpec(
         True,
-        resolve_layer_ids(config, target_layers, name),
-        bool(flag(config, "norm_before_residual", from_speculators)),
+        resolve_layer_ids(config, target_layers),
+        flag(config, "norm_before_residual", from_speculators),
         # In SpecForge the key means that there is a norm before the output head; what its heads read next is
         # their output before it.
-        from_speculators and bool(flag(config, "norm_output", False)),
-        from_speculators or bool(flag(config, "norm_output", True)),
+        from_speculators and flag(config, "norm_output", False),
+        from_speculators or flag(config, "norm_output", True),
     )
 
 
-def refuse_other_heads(config: dict[str, Any], name: str) -> None:
+def refuse_other_heads(config: Settings) -> None:
     """Raise UnsupportedModel, with the reason, for heads that mlx_spec does not run."""
-    names = " ".join([*(config.get("architectures") or []), str(config.get("speculators_model_type"))]).lower()
     for kind, reason in OTHER_HEADS.items():
-        if kind in names:
-            raise UnsupportedModel(f"{name}: {reason}, which mlx_spec does not run.")
+        if kind in declared_kind(config.values):
+            raise UnsupportedModel(f"{config.name}: {reason}, which mlx_spec does not run.")
 
 
-def resolve_layer_ids(config: dict[str, Any], target_layers: int, name: str) -> tuple[int, ...]:
+def resolve_layer_ids(config: Settings, target_layers: int) -> tuple[int, ...]:
     """Return the hidden states that an EAGLE-3 head reads, each as the number of the layer that puts it out.
 
     Ids at the top level are those of ``speculators``: id j is what layer j reads. In ``eagle_config`` id i is what
     layer i puts out, unless one of them is the number of layers: then they count as in ``speculators``. Without
     ids it is what the layers 2, n // 2 and n - 3 read.
     """
-    nested = config.get("eagle_config") or {}
-    if not nested.get("use_aux_hidden_state", True):
+    nested = config.part("eagle_config")
+    if not nested.flag("use_aux_hidden_state", True):
         return (target_layers,)
-    own, counted_from_output = config.get(LAYER_IDS), nested.get(LAYER_IDS)
-    for given in (own, counted_from_output):
-        if given is not None and not (isinstance(given, list) and all(type(i) is int for i in given)):
-            raise DrafterMismatch(f"{name}: {LAYER_IDS} must be a list of layer numbers, not {given!r}.")
-    ids = own or counted_from_output or (2, target_layers // 2, target_layers - 3)
+    own, counted_from_output = config.wholes(LAYER_IDS), nested.wholes(LAYER_IDS)
+    ids = own or counted_from_output or [2, target_layers // 2, target_layers - 3]
     shift = 0 if not own and counted_from_output and max(ids) != target_layers else -1
     target_layer_ids = tuple(i + shift for i in ids)
     if min(target_layer_ids) < 0 or max(target_layer_ids) >= target_layers:
         raise DrafterMismatch(
-            f"{name}: {LAYER_IDS} is {list(ids)}; the target has {target_layers} layers. "
+            f"{config.name}: {LAYER_IDS} is {list(ids)}; the target has {target_layers} layers. "
             "Use a head that was trained with this target."
         )
     return target_layer_ids
 
 
-def declared_parts(config: dict[str, Any]) -> set[str]:
+def declared_parts(config: Settings) -> set[str]:
     """Return the tensors that a head must have by its config, besides those that all have."""
     parts = {
         "norm_before_fc": "input_norm.weight",
@@ -141,41 +152,48 @@ def declared_parts(config: dict[str, Any]) -> set[str]:
     return {tensor for key, tensor in parts.items() if flag(config, key, False)}
 
 
-def flag(config: dict[str, Any], key: str, missing: Any) -> Any:
+def flag(config: Settings, key: str, missing: bool) -> bool:
     """Return a setting of the top level or of ``eagle_config``, ``missing`` where it is in neither."""
-    for place in (config, config.get("eagle_config") or {}):
-        if place.get(key) is not None:
-            return place[key]
-    return missing
+    nested = config.part("eagle_config")
+    return (nested if nested.has(key) and not config.has(key) else config).flag(key, missing)
 
 
-def read_head_config(config: dict[str, Any], name: str) -> HeadConfig:
-    """Read the sizes of a head. Raises DrafterMismatch where a key is missing or no number."""
-    layer = config.get("transformer_layer_config") or config
-    rope = layer.get("rope_parameters") or {}
-    rope = rope.get("sliding_attention", rope)
-    scaling = layer.get("rope_scaling") or rope
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    try:
-        width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-        dim = int(layer.get("head_dim") or width // heads)
-        partial = rope.get("partial_rotary_factor", layer.get("partial_rotary_factor", 1.0))
-        positions = int(layer.get("max_position_embeddings") or MAX_CONTEXT)
-        is_sliding = "sliding_attention" in (layer.get("layer_types") or [])[:1]
-        return HeadConfig(
-            hidden_size=width,
-            target_hidden_size=int(config.get("target_hidden_size") or width),
-            intermediate_size=int(layer["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(layer.get("num_key_value_heads") or heads),
-            head_dim=dim,
-            eps=float(layer["rms_norm_eps"]),
-            vocab_size=int(layer["vocab_size"]),
-            rope_dims=int(dim * partial),
-            rope_base=float(rope.get("rope_theta") or layer.get("rope_theta") or DEFAULT_ROPE_BASE),
-            rope_scaling=None if kind in ("default", "mrope") else dict(scaling, rope_type=kind),
-            max_positions=positions,
-            window=int(layer["sliding_window"]) if is_sliding else min(positions, MAX_CONTEXT),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error!r}).") from None
+def read_head_config(config: Settings) -> HeadConfig:
+    """Read the sizes of a head. Raises DrafterMismatch that names the key where one is missing or wrong."""
+    layer = config.part("transformer_layer_config") if config.has("transformer_layer_config") else config
+    refuse_other_layers(layer)
+    width, heads = layer.count("hidden_size"), layer.count("num_attention_heads")
+    kv_heads = layer.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    dim = layer.count("head_dim", width // heads or None)
+    positions = layer.count("max_position_embeddings", MAX_CONTEXT)
+    is_sliding = "sliding_attention" in layer.texts("layer_types")[:1]
+    rope = read_rope(
+        layer, dim, positions, DEFAULT_ROPE_BASE, "sliding_attention" if is_sliding else "full_attention"
+    )
+    return HeadConfig(
+        hidden_size=width,
+        target_hidden_size=config.count("target_hidden_size", width),
+        intermediate_size=layer.count("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        eps=layer.positive("rms_norm_eps"),
+        vocab_size=layer.count("vocab_size"),
+        rope_dims=rope.dims,
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+        max_positions=positions,
+        window=layer.count("sliding_window") if is_sliding else min(positions, MAX_CONTEXT),
+    )
+
+
+def refuse_other_layers(layer: Settings) -> None:
+    """Raise DrafterMismatch for settings of decoder layers that the head's layer does not have."""
+    for key, plain in PLAIN.items():
+        if (value := layer.get(key)) not in plain:
+            raise DrafterMismatch(
+                f"{layer.name} sets {key} in {layer.place} to {value!r}; mlx_spec runs EAGLE heads with "
+                f"{plain[-1]!r} only."
+            )

@@ -1,11 +1,12 @@
 """From the tensors of a checkpoint to those of our head: names, and the tokens that it drafts from."""
 
 import re
+from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.draft_head import check_draft_ids, shown
+from mlx_spec.drafters.draft_head import check_draft_ids, shown, whole_numbers
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
@@ -49,6 +50,21 @@ def head_tensors(tensors: dict[str, mx.array], name: str) -> dict[str, mx.array]
     return ours
 
 
+def is_head(names: Iterable[str]) -> bool:
+    """Whether these are the names of a head's tensors.
+
+    EAGLE-3 has a norm of hidden states in its layer, EAGLE-1 and 2 have none before attention; DFlash has one
+    beside its layers, and an MTP head norms before ``fc``.
+    """
+    ours = {key.removeprefix("model.") for key in names}
+    if any(key.startswith(("hidden_norm.", "pre_fc_norm_", "encoder.", "mtp")) for key in ours):
+        return False
+    if any(key.startswith("midlayer.") for key in ours) or "layers.0.hidden_norm.weight" in ours:
+        return True
+    first = {"fc.weight", "layers.0.self_attn.o_proj.weight"} <= ours
+    return first and "layers.0.input_layernorm.weight" not in ours
+
+
 def is_fused(tensors: dict[str, mx.array]) -> bool:
     """Whether these are EAGLE-3's tensors: EAGLE-1 and 2 norm nothing before attention."""
     return "layers.0.hidden_norm.weight" in tensors
@@ -61,15 +77,16 @@ def own_draft_ids(d2t: mx.array, t2d: mx.array | None, target: Target, name: str
     t2d: bool [V], marks the same tokens; None where the checkpoint has no such tensor.
     Raises DrafterMismatch where that gives no ascending ids of the target, or where the two differ.
     """
-    ids = np.array(d2t).reshape(-1).astype(np.int64)
-    ids += np.arange(ids.size)
+    marked = None if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
+    numbers = np.arange(d2t.size)
+    expected = None if marked is None or marked.size != d2t.size else marked - numbers
+    ids = whole_numbers(d2t, "d2t", name, expected) + numbers
     if ids.size and (np.any(np.diff(ids) <= 0) or ids[0] < 0 or ids[-1] >= target.vocab_size):
         raise DrafterMismatch(
             f"{name}: d2t must hold what to add to a draft token's number to get the target's; that gives "
             f"{shown(ids.tolist())}, no ascending ids below {target.vocab_size}."
         )
-    marked = ids if t2d is None else np.flatnonzero(np.array(t2d.astype(mx.bool_)))
-    if not np.array_equal(ids, marked):
+    if marked is not None and not np.array_equal(ids, marked):
         raise DrafterMismatch(
             f"{name}: d2t names {ids.size} tokens, {shown(ids.tolist())}, "
             f"and t2d {marked.size}, {shown(marked.tolist())}."

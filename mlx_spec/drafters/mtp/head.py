@@ -22,6 +22,7 @@ from mlx_spec.drafters.mtp.spec import MTPSpec
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
 from mlx_spec.target.linears import linear_of
+from mlx_spec.target.rope import rope_frequencies
 
 
 class MTPHead(nn.Module):
@@ -73,7 +74,8 @@ class MTPForward:
 
         Raises UnsupportedModel for weights or a position encoding that the rows forward does not know.
         """
-        layer = Layer.of(head.layers[0], family, head.args, 0, None, name)
+        rope = rope_frequencies(head.layers[0].self_attn.rope)
+        layer = Layer.of(head.layers[0], family, head.args, 0, None, rope, name)
         assert isinstance(layer.mixer, Attention)
         return MTPForward(
             spec,

@@ -1,18 +1,20 @@
 """Loading an MTP head and binding it to its target."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
-from mlx_spec.checkpoints.tensors import load_tensors, read_files
+from mlx_spec.checkpoints.settings import Settings
+from mlx_spec.checkpoints.tensors import load_tensors, read_files, weight_files
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target
+from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target, fit_vocabulary
 from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
-from mlx_spec.drafters.mtp.source import head_files
-from mlx_spec.drafters.mtp.spec import plain_type, spec_of
+from mlx_spec.drafters.mtp.source import head_files, is_mtp_config
+from mlx_spec.drafters.mtp.spec import HARMLESS, check_layer, layer_config, rope_of, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors, own_draft_ids
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -44,42 +46,44 @@ def load_mtp(
     raw = read_config_file(place, name, "drafter", DrafterMismatch) if own_config else model_config
     if raw is None:
         raise DrafterMismatch(f"{name} is a file: that needs the config.json of its model.")
-    spec, config = spec_of(raw, name), layer_config(raw)
-    family = family_of(config, name)
+    settings = Settings(raw, name, DrafterMismatch)
+    spec, layer = spec_of(raw, name), layer_config(settings)
+    family = family_of(layer.values, name)
     files = head_files(place, spec, target.num_layers, name)
     tensors = head_tensors(read_files(files, name), spec, target.num_layers, name)
     if not tensors:
+        # A file that cannot be read is the better reason.
+        read_files([] if place.is_file() else weight_files(place, name), name)
         raise DrafterMismatch(no_head(name))
-    check_target(config.get("hidden_size"), config.get("vocab_size"), target, name)
+    vocab_size = layer.count("vocab_size")
+    check_target(layer.count("hidden_size"), vocab_size, target, name)
     d2t = tensors.pop("d2t", None)
     own_ids = None if d2t is None else own_draft_ids(d2t, target, name)
-    head = build_head(config, tensors, name)
+    tensors = fit_vocabulary(tensors, vocab_size, target)
+    head = build_head(replace(layer, values={**layer.values, "vocab_size": target.vocab_size}), tensors)
     load_tensors(head, tensors, name)
     fit_to_target(head, target, name, quantization=quantization, dequantize=dequantize)
-    scores = draft_head(head.get("lm_head"), target, own_ids, draft_ids, name)
+    scores = draft_head(head.get("lm_head"), target, vocab_size, own_ids, draft_ids, name)
     forward = MTPForward.of(head, spec, family, name)
+    if is_mtp_config(raw):
+        settings.warn_of_unread(HARMLESS | {field.name for field in fields(head.args)})
     target_layer_ids = (target.num_layers if spec.reads_normed else target.num_layers - 1,)
     return ChainDrafter("mtp", forward, target_layer_ids, target, scores, head.get("embed_tokens"))
 
 
-def build_head(config: dict[str, Any], tensors: dict[str, mx.array], name: str) -> MTPHead:
+def build_head(layer: Settings, tensors: dict[str, mx.array]) -> MTPHead:
     """Build the modules that a checkpoint has tensors for, an embedding and output head of its own included.
 
-    config: of a model whose decoder layer the head has, see ``layer_config``.
+    layer: of a model whose decoder layer the head has, see ``layer_config``.
     Raises DrafterMismatch for a configuration that describes no decoder layer.
     """
+    check_layer(layer)
     try:
-        head = MTPHead(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{name}: config.json does not describe a decoder layer ({error}).") from None
-    add_own_ends(head, tensors, int(config["vocab_size"]), int(config["hidden_size"]))
+        head = MTPHead({**layer.values, **rope_of(layer)})
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise DrafterMismatch(f"{layer.name}: config.json does not describe a decoder layer ({error}).") from None
+    add_own_ends(head, tensors, layer.count("vocab_size"), layer.count("hidden_size"))
     return head
-
-
-def layer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a ``config.json`` that describes the head's decoder layer."""
-    part = config.get("transformer_layer_config") or config.get("text_config") or config
-    return {**part, "model_type": plain_type(part.get("model_type"))}
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,12 +1,14 @@
 """Where the weights of an MTP head are: among the shards of a model, next to them, or in files of their own."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoints.tensors import INDEX, read_files, read_index
+from mlx_spec.checkpoints.tensors import INDEX, is_stray, read_file, read_index
 from mlx_spec.drafters.mtp.spec import MTPSpec, spec_of
 from mlx_spec.drafters.mtp.tensors import belongs_to_head, is_bare
+from mlx_spec.errors import DrafterMismatch
 
 SPECULATORS_TYPES = ("mtp", "fast_mtp")
 # Where programs for MLX put the head of a converted model.
@@ -16,8 +18,8 @@ NEXT_TO_SHARDS = ("*.safetensors", "mtp/*.safetensors")
 def head_files(place: Path, spec: MTPSpec, target_layers: int, name: str) -> list[Path]:
     """Return the files that hold a head: ``place`` itself, or those of the folder; none where there is no head.
 
-    A folder's index lists which shards hold the head; others need not be there. Files that the index does not name
-    are looked into as well.
+    A folder's index lists shards that hold the head; others need not be there. It may leave the head out, so all
+    files that are there are looked into as well.
 
     place: the file or folder.
     spec: of the head.
@@ -29,11 +31,8 @@ def head_files(place: Path, spec: MTPSpec, target_layers: int, name: str) -> lis
         return [place]
     shards = read_index(place / INDEX, name)
     found = [place / file for file in indexed_files(shards, spec, target_layers)]
-    for pattern in NEXT_TO_SHARDS:
-        for path in sorted(place.glob(pattern)):
-            if path.name not in shards.values() and holds_head(path, spec, target_layers, name):
-                found.append(path)
-    return found
+    others = [path for pattern in NEXT_TO_SHARDS for path in sorted(place.glob(pattern)) if not is_stray(path)]
+    return found + [path for path in others if path not in found and holds_head(path, spec, target_layers, name)]
 
 
 def indexed_files(shards: Mapping[str, str], spec: MTPSpec, target_layers: int) -> list[str]:
@@ -44,8 +43,16 @@ def indexed_files(shards: Mapping[str, str], spec: MTPSpec, target_layers: int) 
 
 
 def holds_head(path: Path, spec: MTPSpec, target_layers: int, name: str) -> bool:
-    """Whether a file holds tensors of a head, or nothing but a head."""
-    tensors = read_files([path], name)
+    """Whether a file holds tensors of a head, or nothing but a head.
+
+    Raises DrafterMismatch for one that cannot be read though it is called one.
+    """
+    try:
+        tensors = read_file(path, name)
+    except DrafterMismatch:
+        if "mtp" in (path.parent.name, *re.split(r"[-_.]", path.name)):
+            raise
+        return False
     return is_bare(tensors) or any(belongs_to_head(tensor, spec, target_layers) for tensor in tensors)
 
 

@@ -5,10 +5,12 @@ acceptance (llama.cpp pull request 24025, Rapid-MLX 3371).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_spec.errors import UnsupportedModel
+from mlx_spec.checkpoints.rope_settings import read_rope
+from mlx_spec.checkpoints.settings import Settings
+from mlx_spec.errors import DrafterMismatch, UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,25 @@ SPECS: dict[str, MTPSpec] = {
     **dict.fromkeys(("step3p5", "step3p7"), STEP),
 }
 
+# Settings of a decoder layer: sizes that every one has, those that some have, and flags.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+FLAGS = ("attention_bias", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "rope_traditional")
+OF_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section")
+# Of a configuration that states none, as mlx-lm has it.
+MAX_POSITIONS = 32768
+# What changes nothing here: tensors say what the head has, and its layer has full attention.
+HARMLESS = {
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers", "block_size"),
+    *("full_attention_interval", "layer_types", "decoder_sparse_step", "mlp_only_layers", "attn_output_gate"),
+    *("mamba_ssm_dtype", "output_router_logits", "num_hidden_layers", "hidden_act"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "mrope_interleaved", "mrope_section"),
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+}
+
 # Heads that are no chain of one decoder layer over the target's last hidden state.
 OTHER_HEADS = {
     "gemma4_assistant": "a Gemma 4 assistant reads the target's keys and values",
@@ -94,11 +115,12 @@ def spec_of(config: Mapping[str, Any], name: str) -> MTPSpec:
     """Look up how the head of a checkpoint is wired, by its ``config.json``.
 
     Unknown model types have Qwen's spec, which heads trained for other targets use too.
-    Raises UnsupportedModel for a family whose heads work in another way.
+    Raises UnsupportedModel for a family whose heads work in another way, DrafterMismatch where ``text_config`` is
+    no object.
     """
     if "speculators_model_type" in config:
         return SPECULATORS
-    text = config.get("text_config") or {}
+    text = Settings(config, name, DrafterMismatch).part("text_config").values
     for model_type in (config.get("model_type"), text.get("model_type")):
         known = plain_type(model_type)
         if known in OTHER_HEADS:
@@ -111,3 +133,45 @@ def spec_of(config: Mapping[str, Any], name: str) -> MTPSpec:
 def plain_type(model_type: Any) -> str:
     """Return a model type without what marks its text part or its head."""
     return str(model_type).removesuffix("_mtp").removesuffix("_text")
+
+
+def layer_config(config: Settings) -> Settings:
+    """Return the part of a ``config.json`` that describes the head's decoder layer, as a model's whole one."""
+    parts = (config.part(key) for key in ("transformer_layer_config", "text_config") if config.has(key))
+    part = next(parts, config).values
+    return replace(config, values={**part, "model_type": plain_type(part.get("model_type"))})
+
+
+def check_layer(layer: Settings) -> None:
+    """Raise DrafterMismatch, with the key, for settings of a decoder layer that are missing, wrong, or not run."""
+    for key in SIZES:
+        layer.count(key)
+    layer.positive("rms_norm_eps")
+    for key in OPTIONAL_SIZES:
+        if layer.has(key):
+            layer.whole(key)
+    for key in FLAGS:
+        if layer.has(key):
+            layer.flag(key)
+    heads, kv_heads = layer.count("num_attention_heads"), layer.get("num_key_value_heads")
+    if kv_heads is not None and (not kv_heads or heads % kv_heads):
+        raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    if layer.get("hidden_act") not in (None, "silu"):
+        raise layer.refusal("hidden_act", "'silu'; heads with other activations are not run")
+
+
+def rope_of(layer: Settings) -> dict[str, Any]:
+    """Return the position encoding of a decoder layer under the keys that mlx-lm's classes read."""
+    heads = layer.count("num_attention_heads")
+    dim = layer.count("head_dim", layer.count("hidden_size") // heads or None)
+    rope = read_rope(layer, dim, layer.count("max_position_embeddings", MAX_POSITIONS))
+    given = layer.part("rope_scaling").over(layer.part("rope_parameters")).values
+    found = {key: layer.values.get(key) for key in OF_ROPE} | {
+        key: given[key] for key in OF_ROPE if given.get(key)
+    }
+    found = {key: value for key, value in found.items() if value is not None}
+    scaling = rope.scaling or {"rope_type": "default"}
+    if not found and rope.scaling is None:
+        return {}
+    parameters = {**found, **scaling, "type": scaling["rope_type"]}
+    return {**found, "rope_scaling": rope.scaling, "rope_parameters": parameters}

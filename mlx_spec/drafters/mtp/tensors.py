@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.draft_head import check_draft_ids
+from mlx_spec.drafters.draft_head import check_draft_ids, whole_numbers
 from mlx_spec.drafters.mtp.spec import OWN_NAMES, MTPSpec
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -65,7 +65,7 @@ def own_draft_ids(d2t: mx.array, target: Target, name: str) -> list[int]:
 
     Raises DrafterMismatch for ids that the target does not have, or that come twice.
     """
-    ids = [int(i) for i in np.array(d2t).reshape(-1)]
+    ids = [int(i) for i in whole_numbers(d2t, "d2t", name)]
     check_draft_ids(ids, "d2t", target, name)
     return ids
 
