@@ -141,17 +141,26 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], name: str, settings:
 
 
 def chat_template(folder: Path, name: str) -> dict[str, str]:
-    """Return the template of a folder that has it in ``chat_template.json`` alone, where transformers looks for none.
+    """Return the template of a folder that has it in ``chat_template.json`` alone, as a setting of the tokenizer.
 
-    It is a setting of the tokenizer. Raises ModelError where the file holds no template.
+    transformers looks for none there. A file without a template is left out, with a warning.
     """
     file, config = folder / "chat_template.json", folder / "tokenizer_config.json"
     known = read_json(config, name, ModelError) if config.exists() else {}
     if not file.exists() or (folder / "chat_template.jinja").exists() or known.get("chat_template"):
         return {}
-    template = read_json(file, name, ModelError).get("chat_template")
+    try:
+        template = read_json(file, name, ModelError).get("chat_template")
+    except ModelError as error:
+        warnings.warn(f"{error} It is left out.", ModelWarning, stacklevel=4)
+        return {}
     if not isinstance(template, str):
-        raise ModelError(f"{name}: chat_template.json holds no text under chat_template; remove it or mend it.")
+        warnings.warn(
+            f"{name}: chat_template.json holds no text under chat_template; it is left out.",
+            ModelWarning,
+            stacklevel=4,
+        )
+        return {}
     return {"chat_template": template}
 
 
