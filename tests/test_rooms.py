@@ -16,18 +16,18 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
-    {"mlx_spec.cli": "bench check drafters extract_mtp generate generate_flags quantize_drafter"},
+    {"mlx_spec.cli": "bench check command drafters extract_mtp generate generate_flags quantize_drafter"},
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch stream text_stream",
     },
     {
-        "mlx_spec.engine": "costs draft_policy drafter_states engine generation request round scheduler "
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation request round scheduler "
         "statistics verify",
     },
     {
-        "mlx_spec.decoding": "accept logprobs noise sampling",
+        "mlx_spec.decoding": "accept logprobs noise sampling settings",
         "mlx_spec.diagnose": "rows wiring",
     },
     {

@@ -15,21 +15,22 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlx_spec.cli.command import run_command
 from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT
-from mlx_spec.engine import Engine
+from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import Statistics
-from mlx_spec.errors import MlxSpecError
-from mlx_spec.generate.stream import stream_generate
+from mlx_spec.errors import RequestError
+from mlx_spec.generate.stream import make_sampling, stream_generate
 from mlx_spec.loading.load import load
 from mlx_spec.measure.costs import as_json
+from mlx_spec.measure.store import version_of
 
 EXAMPLES = """examples:
   python -m mlx_spec.bench --limit 10
@@ -37,7 +38,7 @@ EXAMPLES = """examples:
   python -m mlx_spec.bench --num-draft-tokens 7 --no-plain     accepted length at one depth
 
 The last line is a JSON object with all figures. The exit status is 1 when a reply differs from plain decoding's
-that must not, 2 after an error, 130 after Ctrl-C."""
+that must not, 2 after an error, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
 @dataclass
@@ -134,9 +135,22 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Raise RequestError for what no model could run, before one is loaded."""
+    depth = draft_tokens(args.num_draft_tokens)
+    sampling = make_sampling({"temp": args.temp, "seed": args.seed, "accept": args.accept})
+    Request([0], args.max_tokens, depth, sampling).check_limits()
+
+
 def read_prompts(path: Path, limit: int | None) -> list[dict[str, str]]:
-    """Read a prompt file, or ``limit`` evenly spread lines of it."""
-    items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """Read a prompt file, or ``limit`` evenly spread lines of it. Raises RequestError where it holds none."""
+    try:
+        items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        usable = all(isinstance(item["prompt"], str) for item in items)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{path}: each line must be a JSON object with a prompt ({error!r}).") from None
+    if not items or not usable or (limit is not None and limit < 1):
+        raise RequestError(f"{path} must hold JSON lines with prompts, of which --limit takes at least 1.")
     if limit is None or limit >= len(items):
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
@@ -210,22 +224,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status is 1 when a reply differs that must not, 2 when the command could not run, 130 after Ctrl-C.
     """
     args = setup_arg_parser().parse_args(argv)
-    try:
-        engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
-        started = time.perf_counter()
-        result = measure(engine, tokenizer, read_prompts(args.prompts, args.limit), args)
-    except (MlxSpecError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return run_command(lambda: run(args), failed=2)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the figures and return the exit status. Raises MlxSpecError, OSError."""
+    items = read_prompts(args.prompts, args.limit)
+    check_options(args)
+    engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
+    started = time.perf_counter()
+    result = measure(engine, tokenizer, items, args)
     print_table(result)
     print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
     about = {
         "device": str(mx.default_device()),
         "machine": f"{platform.system()} {platform.machine()}",
-        "mlx": version("mlx"),
+        "mlx": version_of("mlx"),
         "dtype": str(engine.target.dtype),
         "exact": engine.exactness.holds,
         "seconds": round(time.perf_counter() - started, 1),

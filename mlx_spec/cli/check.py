@@ -5,7 +5,6 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from math import isfinite
 from typing import Any
 
@@ -20,9 +19,10 @@ from metal_kernels.launching.cores import usable_cores
 from metal_kernels.launching.cpu_library import missing
 from metal_kernels.launching.implementations import VARIABLE, Implementation, implementation, using
 from metal_kernels.launching.launch import can_launch
+from mlx_spec.cli.command import run_command
 from mlx_spec.diagnose.rows import check_rows
-from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import chosen_kernels, load
+from mlx_spec.measure.store import version_of
 
 TIMED_ROWS = (1, 2, 4, 8, 16)
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("native", "stock")
@@ -54,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats must be at least 1, not {args.repeats}")
-    try:
-        report = examine(args.model, args.repeats)
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: run(args), failed=2)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print the report and return the exit status. Raises MlxSpecError."""
+    report = examine(args.model, args.repeats)
     print(json.dumps(report) if args.json else as_text(report))
     return 1 if report["failures"] else 0
 
@@ -71,7 +72,7 @@ def examine(model: str | None, repeats: int) -> dict[str, Any]:
     return {
         "device": str(mx.device_info().get("device_name", mx.default_device())),
         "machine": f"{platform.system()} {platform.machine()}",
-        **{name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")},
+        **{name: version_of(name) for name in ("mlx", "mlx-lm", "mlx-spec")},
         "kernels": kernels_in_words(),
         "operations": [operation(finding) for finding in findings],
         "times_ms": times(repeats) if implementation() == "native" else [],

@@ -5,10 +5,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from mlx_spec.checkpoints.config import read_config
-from mlx_spec.errors import MlxSpecError, ModelError
+from mlx_spec.checkpoints.hub import expanded
+from mlx_spec.cli.command import run_command
+from mlx_spec.errors import ModelError
 from mlx_spec.loading.published_drafters import PUBLISHED, PublishedDrafter, fitting_drafters
 
 DESCRIPTION = """List published drafters by the model that they were trained for. Nothing is fetched.
@@ -26,7 +27,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, help="folder of a model: only drafters for its shape")
+    parser.add_argument("--model", help="folder of a model: only drafters for its shape")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     return parser
 
@@ -34,11 +35,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     args = setup_arg_parser().parse_args(argv)
-    try:
-        found = list(PUBLISHED) if args.model is None else drafters_for(args.model)
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list and return the exit status. Raises ModelError."""
+    found = list(PUBLISHED) if args.model is None else drafters_for(args.model)
     if args.json:
         print(json.dumps([asdict(drafter) for drafter in found], indent=1))
     elif found:
@@ -48,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if found else 1
 
 
-def drafters_for(folder: Path) -> list[PublishedDrafter]:
+def drafters_for(folder: str) -> list[PublishedDrafter]:
     """Return the drafters for the model in a folder. Raises ModelError where it cannot be read."""
-    place = folder.expanduser()
-    return fitting_drafters(read_config(place, str(folder), "model", ModelError))
+    return fitting_drafters(read_config(expanded(folder), folder, "model", ModelError))
 
 
 def table(drafters: Sequence[PublishedDrafter]) -> str:

@@ -20,11 +20,12 @@ from mlx.utils import tree_flatten
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import load_tensors, quantize_head, read_files
+from mlx_spec.cli.command import run_command
 from mlx_spec.drafters.mtp.load import build_head, no_head
 from mlx_spec.drafters.mtp.source import head_files
 from mlx_spec.drafters.mtp.spec import layer_config, plain_type, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
-from mlx_spec.errors import DrafterMismatch, MlxSpecError
+from mlx_spec.errors import DrafterMismatch
 from mlx_spec.loading.drafter import resolve_drafter
 from mlx_spec.target.families import num_layers_of
 
@@ -77,12 +78,12 @@ def save_head(folder: Path, config: dict[str, Any], head: nn.Module, d2t: mx.arr
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 after an error."""
     args = setup_arg_parser().parse_args(argv)
-    try:
-        done = extract(args.model, args.out, args.bits, args.group_size)
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(done))
+    return run_command(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the head and print what was written. Raises ModelError, OSError."""
+    print(json.dumps(extract(args.model, args.out, args.bits, args.group_size)))
     return 0
 
 

@@ -3,50 +3,43 @@
 import argparse
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-from mlx_spec.cli.generate_flags import draft_tokens, logit_bias, setup_arg_parser
+from mlx_spec.cli.command import note, run_command, status_of
+from mlx_spec.cli.generate_flags import draft_tokens, logit_bias, setup_arg_parser, shielded
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.diagnose.rows import RowCheck
-from mlx_spec.errors import MlxSpecError, RequestError
-from mlx_spec.generate.stream import GenerationResponse, make_sampling, stream_generate
+from mlx_spec.drafters.kind import DrafterOptions
+from mlx_spec.engine import Request
+from mlx_spec.errors import RequestError
+from mlx_spec.generate.stream import GenerationResponse, make_sampling, require_text, stream_generate
 from mlx_spec.loading.load import load
 
 # A prompt that prefills in fewer chunks than this needs no progress bar.
 BAR_FROM_CHUNKS = 2
+# Flags that change nothing where no token is drawn, and where none is drafted.
+DRAWING = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold", "seed", "accept")
+DRAFTING = ("drafter", "draft_vocab", "draft_bits")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 1 after an error, 130 after Ctrl-C."""
-    args = setup_arg_parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of an answer
-    try:
-        return run(args)
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except OSError as error:
-        # What is still buffered goes nowhere, without another complaint at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 0
-        print(f"error: The answer cannot be written: {error}", file=sys.stderr)
-        return 1
+    """Run the command; the exit status is 0, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM."""
+    args = setup_arg_parser().parse_args(shielded(sys.argv[1:] if argv is None else argv))
+    return run_command(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, generate, and print the summary. Raises MlxSpecError."""
+    require_utf8(args)
     options = generation_options(args)
+    check_load_options(args)
     template_config = read_template_config(args)
+    for sentence in without_effect(args):
+        note(sentence)
     text = standard_input() if args.prompt == "-" else unescaped(args.prompt)
     if not text.strip():
         raise RequestError("The prompt is empty: give --prompt TEXT, or --prompt - and text on standard input.")
@@ -77,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
             on_verified=check.check if check else None,
             **options,
         )
-        answer, last, is_stopped = read_responses(responses, is_printed=args.stats == "text")
-    if is_stopped:
+        # As in mlx_lm, an answer does not begin with the space that parts it from the template.
+        is_answer = is_templated(tokenizer, args)
+        answer, last, stopped = read_responses(responses, is_answer, is_printed=args.stats == "text")
+    if stopped:
         print("stopped", file=sys.stderr)
     if last is not None:
         if args.stats == "json":
@@ -89,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"not exact: {engine.exactness.reason}", file=sys.stderr)
     if check is not None:
         print(check, file=sys.stderr)
-    return 130 if is_stopped else 0
+    return stopped
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,15 +99,75 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["logit_bias"] = logit_bias(args.logit_bias)
     # Checked here, before a model is loaded.
     make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
+    Request([0], max_tokens=args.max_tokens, prefill_step_size=args.prefill_step_size).check_limits()
     return options
 
 
+def check_load_options(args: argparse.Namespace) -> None:
+    """Raise RequestError for what ``load`` would refuse of any model, after a long time."""
+    DrafterOptions(draft_bits=args.draft_bits)
+    for name in ("max_kv_size", "draft_vocab"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """Return a sentence for each group of flags that change nothing, because another flag makes them so."""
+    given = [
+        name for name, default in vars(setup_arg_parser().parse_args([])).items() if getattr(args, name) != default
+    ]
+
+    def told(names: Sequence[str], reason: str) -> list[str]:
+        flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
+        return [f"{' and '.join(flags)}: no effect, {reason}."] if flags else []
+
+    sampling = (
+        "top_p",
+        "min_p",
+        "min_tokens_to_keep",
+        "top_k",
+        "xtc_probability",
+        "xtc_threshold",
+        "seed",
+        "accept",
+    )
+    drafting = ("draft_vocab", "draft_bits", "accept")
+    found = told(sampling, "--temp 0 takes the most likely token") if args.temp == 0 else []
+    if args.temp and not args.min_p:
+        found += told(["min_tokens_to_keep"], "it is a bound of --min-p")
+    if args.temp and not args.xtc_probability:
+        found += told(["xtc_threshold"], "it needs --xtc-probability")
+    if draft_tokens(args.num_draft_tokens) == 0:
+        wanted = () if args.drafter == "none" else ("drafter",)
+        found += told(
+            (*wanted, *(drafting if args.temp else drafting[:2])), "--num-draft-tokens 0 decodes plainly"
+        )
+    return found
+
+
+def is_templated(tokenizer: Any, args: argparse.Namespace) -> bool:
+    """Whether the text is an answer of its own: not a raw continuation, nor of an answer that was begun."""
+    has_template = tokenizer.has_chat_template or args.use_default_chat_template
+    return has_template and not args.ignore_chat_template and args.prefill_response is None
+
+
 def standard_input() -> str:
-    """Read the prompt. Raises RequestError for bytes that are no text."""
-    try:
+    """Read the prompt, in UTF-8 whatever the terminal's encoding is. Raises RequestError for what is no text."""
+    if not isinstance(sys.stdin, io.TextIOWrapper):
         return sys.stdin.read()
+    try:
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise RequestError(f"Standard input is no text in {sys.stdin.encoding}: {error}") from error
+        raise RequestError(f"Standard input must be UTF-8 text; byte {error.start} of it is not.") from None
+
+
+def require_utf8(args: argparse.Namespace) -> None:
+    """Raise RequestError for a text that is not UTF-8; the names of folders may be anything."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path"):
+                require_text(f"--{name.replace('_', '-')}", text)
 
 
 def unescaped(text: str) -> str:
@@ -122,7 +177,8 @@ def unescaped(text: str) -> str:
 
 def read_template_config(args: argparse.Namespace) -> dict[str, Any]:
     """Read --chat-template-config. Raises RequestError, and for flags that only a chat template would take."""
-    used = [name for name in ("system_prompt", "prefill_response", "chat_template_config") if getattr(args, name)]
+    names = ("system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template")
+    used = [name for name in names if getattr(args, name)]
     if used and args.ignore_chat_template:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in used)
         raise RequestError(f"{flags} would have no effect with --ignore-chat-template.")
@@ -214,25 +270,28 @@ class PrefillBar:
             self._bar = None
 
 
-def read_responses(responses: Any, is_printed: bool) -> tuple[str, GenerationResponse | None, bool]:
+def read_responses(
+    responses: Any, is_answer: bool, is_printed: bool
+) -> tuple[str, GenerationResponse | None, int]:
     """Read the responses to their end, and print their text as it comes or not.
 
-    Returns the text, the last response, and whether Ctrl-C stopped it. The generation is closed then, so that its
-    statistics are complete.
+    is_answer: a space at the very beginning is left out.
+    Returns the text, the last response, and the exit status where Ctrl-C or SIGTERM stopped it, else 0. The
+    generation is closed then, so that its statistics are complete.
     """
-    texts, last, is_stopped = list[str](), None, False
+    texts, last, status = list[str](), None, 0
     try:
         for last in responses:
-            texts.append(last.text)
+            texts.append(last.text.removeprefix(" ") if is_answer and not any(texts) else last.text)
             if is_printed:
-                print(last.text, end="", flush=True)
-    except KeyboardInterrupt:
-        is_stopped = True
+                print(texts[-1], end="", flush=True)
+    except KeyboardInterrupt as stopped:
+        status = status_of(stopped)
     finally:
         responses.close()
         if is_printed and last is not None:
             print(flush=True)
-    return "".join(texts), last, is_stopped
+    return "".join(texts), last, status
 
 
 def print_json(answer: str, last: GenerationResponse) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from mlx_spec.errors import RequestError
@@ -27,7 +28,7 @@ EXAMPLES = """examples:
   python -m mlx_spec.generate --prompt "Why is the sky blue?" --num-draft-tokens 0     plain decoding
 
 The answer goes to standard output, the summary to standard error. The exit status is 0, 1 after an error, 2 for
-wrong usage, 130 after Ctrl-C."""
+wrong usage, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
 class Refused(argparse.Action):
@@ -48,6 +49,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.register("type", None, unshielded)
     add_model_flags(parser)
     add_prompt_flags(parser)
     add_end_flags(parser)
@@ -182,6 +184,19 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="json prints one JSON object on standard output, the answer in its text (default: text)",
     )
+
+
+def shielded(argv: Sequence[str]) -> list[str]:
+    """Let values such as ``--`` and ``-->`` be given, which argparse takes for ends and names of flags.
+
+    The shield is a character that no argument of a program can hold.
+    """
+    return [f"\0{word}" if word.startswith("--") and not word[2:3].isalpha() else word for word in argv]
+
+
+def unshielded(word: str) -> str:
+    """Return a value as it was given."""
+    return word.removeprefix("\0")
 
 
 def str_to_bool(text: str) -> bool:

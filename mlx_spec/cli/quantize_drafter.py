@@ -10,7 +10,6 @@ Programs that read only plain tensors take what --dequantize writes.
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoints.config import read_config as read_config_file
 from mlx_spec.checkpoints.tensors import load_tensors, read_tensors
+from mlx_spec.cli.command import run_command
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.tensors import native_names
-from mlx_spec.errors import DrafterMismatch, MlxSpecError
+from mlx_spec.errors import DrafterMismatch
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -95,11 +95,12 @@ def published_names(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 after an error."""
     args = setup_arg_parser().parse_args(argv)
-    try:
-        print(json.dumps(write(args)))
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return run_command(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder and print what was written. Raises ModelError, OSError."""
+    print(json.dumps(write(args)))
     return 0
 
 

@@ -20,7 +20,7 @@ class TokenLogprobs:
 
     logprob: its own.
     top: (token, log-probability) of the likeliest ones, the best first.
-    all: [V] float32, of every token, computed when it is read.
+    all: [V] float32, of every token.
     """
 
     logprob: float

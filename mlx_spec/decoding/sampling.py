@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from mlx_spec.decoding import noise
+from mlx_spec.decoding.settings import fill_defaults, number, put, whole
 from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 
@@ -25,6 +27,16 @@ arguments alone: one that counts its calls gives another text with drafts than w
 
 # Smaller temperatures would overflow float32 where scores are divided by them.
 LEAST_TEMP = 1e-30
+NUMBERS = ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold") + (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+WHOLE_NUMBERS = ("min_tokens_to_keep", "top_k", "seed") + (
+    "repetition_context_size",
+    "presence_context_size",
+    "frequency_context_size",
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,20 @@ class Sampling:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
+        fill_defaults(self)
+        for name in NUMBERS:
+            if (value := getattr(self, name)) is not None:
+                put(self, name, number(name, value))
+        for name in WHOLE_NUMBERS:
+            put(self, name, whole(name, getattr(self, name)))
+        self._check_ranges()
+        put(self, "logit_bias", None if self.logit_bias is None else read_bias(self.logit_bias))
+        put(self, "xtc_special_tokens", read_ids("xtc_special_tokens", self.xtc_special_tokens))
+        put(self, "logits_processors", read_processors(self.logits_processors))
+        if self.accept not in ("coupled", "rejection"):
+            raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
+
+    def _check_ranges(self) -> None:
         for name, low, high in (
             ("temp", 0.0, math.inf),
             ("top_p", 0.0, 1.0),
@@ -86,33 +112,13 @@ class Sampling:
                 raise RequestError(f"{name} must lie between {low} and {high}, not {value}.")
         if 0 < self.temp < LEAST_TEMP:
             raise RequestError(f"temp must be 0, for greedy decoding, or at least {LEAST_TEMP}, not {self.temp}.")
-        for name in ("top_k", "min_tokens_to_keep", "seed"):
-            value = getattr(self, name)
-            if value != int(value):
-                raise RequestError(f"{name} must be a whole number, not {value!r}.")
-            object.__setattr__(self, name, int(value))
         sizes = ("repetition_context_size", "presence_context_size", "frequency_context_size")
         for name in ("min_tokens_to_keep", *sizes):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not all(math.isfinite(penalty or 0) for penalty in (self.presence_penalty, self.frequency_penalty)):
-            raise RequestError("presence_penalty and frequency_penalty must be finite numbers.")
-        if self.logit_bias is not None:
-            try:
-                bias_of = {int(token): float(bias) for token, bias in self.logit_bias.items()}
-            except (AttributeError, TypeError, ValueError):
-                raise RequestError(
-                    f"logit_bias maps token ids to numbers, it is not {self.logit_bias!r}."
-                ) from None
-            object.__setattr__(self, "logit_bias", bias_of)
-        for token, bias in (self.logit_bias or {}).items():
-            if not bias < math.inf:
-                raise RequestError(
-                    f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, "
-                    f"not {bias}."
-                )
-        if self.accept not in ("coupled", "rejection"):
-            raise RequestError(f"accept must be 'coupled' or 'rejection', not {self.accept!r}.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name) or 0):
+                raise RequestError(f"{name} must be a finite number, not {getattr(self, name)}.")
 
     @cached_property
     def processors(self) -> list[LogitsProcessor]:
@@ -206,3 +212,40 @@ class Sampling:
         for processor in self.processors:
             logits = processor(tokens, logits)
         return logits
+
+
+def read_bias(given: Any) -> dict[int, float]:
+    """Return biases by token id. Raises RequestError for what is none, and for a bias without a meaning."""
+    try:
+        pairs = given.items()
+        bias_of = {whole_id(token): float(bias) for token, bias in pairs}
+    except (AttributeError, TypeError, ValueError, RequestError):
+        raise RequestError(f"logit_bias maps token ids to numbers, it is not {given!r}.") from None
+    for token, bias in bias_of.items():
+        if token < 0:
+            raise RequestError(f"logit_bias names token {token}; token ids begin at 0.")
+        if not bias < math.inf:
+            raise RequestError(
+                f"logit_bias of token {token} must be a finite number, or minus infinity to forbid it, not {bias}."
+            )
+    return bias_of
+
+
+def whole_id(token: Any) -> int:
+    """Return a token id, which JSON gives as text."""
+    return int(token) if isinstance(token, str) else whole("a token id", token)
+
+
+def read_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Return token ids. Raises RequestError for what is none."""
+    try:
+        return tuple(whole(name, token) for token in given)
+    except (TypeError, RequestError):
+        raise RequestError(f"{name} takes token ids, not {given!r}.") from None
+
+
+def read_processors(given: Any) -> tuple[LogitsProcessor, ...]:
+    """Return logits processors. Raises RequestError for what is none."""
+    if not isinstance(given, list | tuple) or not all(callable(each) for each in given):
+        raise RequestError(f"logits_processors takes a list of functions, not {given!r}.")
+    return tuple(given)

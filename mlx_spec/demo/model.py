@@ -33,7 +33,10 @@ def demo_model_folder(progress: bool = False) -> Path:
     A build that fails or is interrupted removes all its files.
     Raises DownloadError when the model cannot be fetched, is not the expected file, or cannot be written.
     """
-    folder = cache_folder() / f"demo-{NAME}"
+    try:
+        folder = cache_folder() / f"demo-{NAME}"
+    except ValueError as error:
+        raise DownloadError(str(error)) from error
     if folder.is_dir():  # renamed to this name when it was complete
         return folder
     try:

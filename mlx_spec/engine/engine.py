@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.engine.at_rest import compute
 from mlx_spec.engine.costs import Costs
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
 from mlx_spec.engine.drafter_states import MAX_DRAFTER_STATES, DrafterStates
@@ -25,7 +26,7 @@ DEPTH_FIELDS = ("num_draft_tokens", "num_sibling_drafts")
 
 
 class Engine:
-    """Runs generations on one target, with one drafter or none."""
+    """Runs generations on one target, with one drafter or none; any thread may call it, one at a time."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Engine:
         self.kernels = kernels or implementation()
         self.states = DrafterStates(drafter, max_drafter_states)
         self._scheduler = Scheduler(target.context, costs)
+        compute(target, drafter)
 
     def start(self, request: Request) -> Generation:
         """Check a request and prefill its prompt, all but the last token: that is the first anchor.
@@ -71,6 +73,7 @@ class Engine:
         with using(self.kernels):
             try:
                 self._prefill(generation)
+                self._come_to_rest([generation])
             except BaseException:
                 self.close(generation)
                 raise
@@ -144,6 +147,8 @@ class Engine:
 
     def _prefill(self, generation: Generation) -> None:
         request, started = generation.request, perf_counter()
+        # The last token is the anchor of the first pass; it counts as read when all others are.
+        total = len(request.prompt)
         self.states.open(generation)
         self.target.prefill(
             generation.sequence,
@@ -151,9 +156,10 @@ class Engine:
             self.states.target_layer_ids([generation]),
             request.prefill_step_size,
             on_rows=lambda rows, tokens: self.states.extend([(generation, rows, tokens)]),
-            on_progress=request.on_progress,
+            on_progress=lambda done, _: request.on_progress(done, total),
         )
-        generation.statistics.prompt_tokens = len(request.prompt)
+        request.on_progress(total, total)
+        generation.statistics.prompt_tokens = total
         generation.statistics.prompt_seconds = perf_counter() - started
 
     def _step(
@@ -169,13 +175,20 @@ class Engine:
         try:
             with using(self.kernels):
                 rounds = self._rounds(running, answering)
+                self._come_to_rest(running, [done.logprobs for done in rounds.values() if done.logprobs])
             for generation in running:
                 generation.statistics.kernels = in_words(self.kernels)
             return result([rounds.get(generation) or Round() for generation in generations])
         except BaseException:
             for snapshot in before:
                 snapshot.restore(self.states)
+            self._come_to_rest(running)
             raise
+
+    def _come_to_rest(self, generations: Sequence[Generation], also: Any = None) -> None:
+        """Compute what these generations left lazy: another thread may go on with them."""
+        states = [(generation.drafter_state, generation.rule) for generation in generations]
+        compute(self.target.pool.data, states, also)
 
     def _rounds(self, running: Sequence[Generation], answering: bool) -> dict[Generation, Round]:
         """Run a pass; those whose drafts were not finite take part in another one, without drafts."""

@@ -27,6 +27,8 @@ class Generation:
     finish_reason: None while running, then "stop" or "length".
     is_closed: its pages were given back.
     last_turn: the number of the last turn that it had, counted over all generations of the engine.
+    judged: what ``is_end`` said of the tokens after ``tokens``, where a round broke off then: how many there
+        were, and each token with its answer. The same tokens come again, and are not shown to it twice.
     """
 
     request: Request
@@ -39,6 +41,7 @@ class Generation:
     finish_reason: str | None = None
     is_closed: bool = False
     last_turn: int = 0
+    judged: tuple[int, list[tuple[int, bool]]] = field(default_factory=lambda: (0, []))
 
     @property
     def anchor_position(self) -> int:
@@ -67,12 +70,22 @@ class Generation:
         context: how many positions there are.
         """
         remaining, left = self.remaining_tokens, context - self.sequence.length
+        if self.judged[0] != len(self.tokens):
+            self.judged = len(self.tokens), []
         for count, token in enumerate(tokens, 1):
-            if token in self.request.eos_token_ids or self.request.is_end(token):
+            if token in self.request.eos_token_ids or self._is_end(count - 1, token):
                 return list(tokens[:count]), "stop"
             if count in (remaining, left):
                 return list(tokens[:count]), "length"
         return list(tokens), None
+
+    def _is_end(self, index: int, token: int) -> bool:
+        """Ask ``is_end`` of new token number ``index``, unless it was asked before."""
+        answers = self.judged[1]
+        if answers[index : index + 1] not in ([(token, False)], [(token, True)]):
+            del answers[index:]
+            answers.append((token, bool(self.request.is_end(token))))
+        return answers[index][1]
 
 
 @dataclass(frozen=True)

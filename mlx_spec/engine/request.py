@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from textwrap import shorten
+from typing import Any, Literal
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.decoding.logprobs import MAX_TOP_LOGPROBS
-from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.decoding.sampling import Sampling, read_ids
+from mlx_spec.decoding.settings import fill_defaults, put, whole
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target import CachedSequence, Target
 
@@ -46,6 +49,22 @@ class Request:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None
 
+    def __post_init__(self) -> None:
+        fill_defaults(self)
+        put(self, "prompt", token_ids(self.prompt))
+        for name in ("max_tokens", "prefill_step_size", "top_logprobs"):
+            put(self, name, whole(name, getattr(self, name)))
+        for name in ("num_draft_tokens", "num_sibling_drafts"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                put(self, name, whole(name, value))
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"sampling takes a mlx_spec.Sampling, not {self.sampling!r}.")
+        put(self, "eos_token_ids", frozenset(read_ids("eos_token_ids", self.eos_token_ids)))
+        for name in ("is_end", "on_progress", "on_verified"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise RequestError(f"{name} takes a function, not {value!r}.")
+
     @property
     def may_draft(self) -> bool:
         """Whether drafting is allowed at all; plain decoding does nothing for a drafter."""
@@ -58,14 +77,20 @@ class Request:
         max_draft: the most tokens of its drafter's drafts, 0 without a drafter.
         """
         self._check_prompt(target)
-        if self.max_tokens == 0 or self.max_tokens < -1:
-            raise RequestError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}.")
+        self.check_limits()
         most = min(MAX_TOP_LOGPROBS, target.vocab_size)
         if not 0 <= self.top_logprobs <= most:
             raise RequestError(f"top_logprobs must lie between 0 and {most}, not {self.top_logprobs}.")
         self.sampling.check_vocabulary(target.vocab_size)
         self._check_depth(max_draft)
         self._check_siblings(target)
+
+    def check_limits(self) -> None:
+        """Raise RequestError for limits that no target could serve."""
+        if self.max_tokens == 0 or self.max_tokens < -1:
+            raise RequestError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}.")
+        if self.prefill_step_size < 1:
+            raise RequestError(f"prefill_step_size must be at least 1, not {self.prefill_step_size}.")
 
     def _check_prompt(self, target: Target) -> None:
         if not len(self.prompt):
@@ -107,3 +132,26 @@ class Request:
                 f"num_sibling_drafts is {siblings}, but {target.name} has recurrent layers, which step through "
                 "rows in one order: leave num_sibling_drafts out."
             )
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return the token ids of a prompt: a list, an array, or one of these in a list. Raises RequestError."""
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict) and "role" in prompt[0]:
+        raise RequestError(
+            "A prompt is text or token ids, not a list of messages: give what "
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True) returns."
+        )
+    if hasattr(prompt, "keys") and "input_ids" in prompt:
+        raise RequestError(
+            'A prompt is text or token ids, not all that a tokenizer returns: give its "input_ids".'
+        )
+    try:
+        ids = np.array(prompt)
+        shape = ids.shape[1:] if ids.ndim == 2 and len(ids) == 1 else ids.shape
+        if len(shape) == 1 and (ids.dtype.kind in "iu" or not ids.size):
+            return [int(token) for token in ids.reshape(-1).tolist()]
+    except (TypeError, ValueError, OverflowError):
+        shape = None
+    if shape is not None and len(shape) == 2 and ids.dtype.kind in "iu":
+        raise RequestError(f"A prompt is one list of token ids, not {len(ids)}: generate from one at a time.")
+    raise RequestError(f"A prompt is text or a list of token ids, not {shorten(repr(prompt), 80)}.")

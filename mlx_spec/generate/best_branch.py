@@ -7,9 +7,10 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
+from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import encode, make_sampling, stop_strings
+from mlx_spec.generate.stream import encode, end_where_full, make_sampling, stop_strings, with_detokenizer
 from mlx_spec.generate.text_stream import TextStream
 
 
@@ -95,6 +96,9 @@ def best_branch(
     sampling: see stream_generate.
     The answer is the one that its branch's seed gives alone. Raises RequestError, and what ``score`` raises.
     """
+    tokenizer = with_detokenizer(tokenizer)
+    branches, branch_tokens = whole("branches", branches), whole("branch_tokens", branch_tokens)
+    max_tokens = whole("max_tokens", max_tokens)
     if branches < 1 or not 1 <= branch_tokens <= max_tokens:
         raise RequestError(
             f"best_branch takes at least 1 branch of 1 to max_tokens ({max_tokens}) tokens, "
@@ -132,7 +136,9 @@ def best_branch(
 def _run_to_choice(engine: Engine, generations: list[Generation], running: list[RunningBranch]) -> None:
     """Run all branches together until each has its ``branch_tokens`` or has come to its end."""
     while any(generation.finish_reason is None for generation in generations):
-        for done, branch in zip(engine.step(generations), running, strict=True):
+        rounds = engine.step(generations)
+        end_where_full(generations)
+        for done, branch in zip(rounds, running, strict=True):
             if done.error is not None:
                 raise done.error
             branch.logprobs += [token.logprob for token in done.logprobs]
@@ -154,8 +160,10 @@ def _continued(
         for other in generations:
             engine.close(other)
         generations[:] = [goes_on]
+        end_where_full(generations)
         while goes_on.finish_reason is None:
             engine.step(goes_on)
+            end_where_full(generations)
         generation = goes_on
     branch.stream.finish(stop_token=generation.tokens[-1] in generation.request.eos_token_ids)
     return "".join(branch.stream.segments)

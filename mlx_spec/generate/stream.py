@@ -1,19 +1,21 @@
 """Generating text: prompts in, text segments out. What ``mlx_lm.generate`` offers, with a drafter."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request, Round
+from mlx_spec.engine.request import token_ids
 from mlx_spec.engine.statistics import Statistics
-from mlx_spec.errors import RequestError
+from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.generate.text_stream import TextStream
-from mlx_spec.target import CachedSequence
+from mlx_spec.target import CachedSequence, reserve_positions
 
 # What mlx_lm's functions take and these do not, and what to do instead.
 NOT_HERE = {
@@ -35,7 +37,7 @@ class GenerationResponse:
 
     text: the text that became certain with it, possibly empty.
     token: its id.
-    logprobs: log-probabilities of all tokens, [V] float32, where they are asked for; computed when it is read.
+    logprobs: log-probabilities of all tokens, [V] float32, where they are asked for.
     from_draft: whether the drafter proposed it.
     prompt_tokens, prompt_tps: length of the prompt, and tokens a second of reading it.
     generation_tokens, generation_tps: tokens so far, and their rate.
@@ -97,8 +99,10 @@ def stream_generate(
     prompt_progress_callback: called with the prompt tokens that were read, and how many there are.
     on_verified: see Request.
     sampling: temp, top_p, min_p, top_k, seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
+    None stands for the default of each option. A full cache ends a text with "length", as a full context does.
     Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """
+    n, tokenizer = 1 if n is None else whole("n", n), with_detokenizer(tokenizer)
     if n < 1:
         raise RequestError(f"n must be at least 1, not {n}.")
     streams = [TextStream(tokenizer, stop_strings(stop)) for _ in range(n)]
@@ -113,7 +117,7 @@ def stream_generate(
         top_logprobs=top_logprobs,
         num_sibling_drafts=num_sibling_drafts,
         is_end=streams[0].add,
-        on_progress=prompt_progress_callback or (lambda done, total: None),
+        on_progress=no_progress if prompt_progress_callback is None else prompt_progress_callback,
         on_verified=on_verified,
     )
     with wired_limit(engine.target.model):
@@ -122,16 +126,47 @@ def stream_generate(
             for index in range(1, n):
                 seed = request.sampling.seed + index
                 generations.append(engine.fork(generations[0], seed=seed, is_end=streams[index].add))
-            while any(generation.finish_reason is None for generation in generations):
-                rounds = engine.step(generations)
-                for index, (done, generation) in enumerate(zip(rounds, generations, strict=True)):
+            while running := in_turn(generations):
+                rounds = engine.step(running)
+                end_where_full(running)
+                for done, generation in zip(rounds, running, strict=True):
+                    index = generations.index(generation)
                     yield from _responses(done, generation, streams[index], index)
-                for done in rounds:
-                    if done.error is not None:
-                        raise done.error
+                    if generation.finish_reason is not None:
+                        engine.close(generation)
+                raise_errors(rounds)
         finally:
             for generation in generations:
                 engine.close(generation)
+
+
+def no_progress(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def in_turn(generations: Sequence[Generation]) -> list[Generation]:
+    """Return those that go on; the ones that have begun come first, where pages are few."""
+    return sorted((g for g in generations if g.finish_reason is None), key=lambda g: not g.statistics.tokens)
+
+
+def end_where_full(generations: Sequence[Generation]) -> None:
+    """End by length the texts for which the cache has no position left, as at the end of the context.
+
+    Of several, the first ones get the last pages. One that has not begun waits until another has ended.
+    """
+    begun = [g for g in generations if g.finish_reason is None and g.statistics.tokens]
+    left = reserve_positions([generation.sequence for generation in begun], 1)
+    for generation, positions in zip(begun, left, strict=True):
+        if not positions:
+            generation.finish_reason = "length"
+
+
+def raise_errors(rounds: Sequence[Round]) -> None:
+    """Raise what went wrong in a round; a page that is missing is waited for where others go on."""
+    waits = any(done.tokens for done in rounds)
+    for done in rounds:
+        if done.error is not None and not (waits and isinstance(done.error, ContextFull)):
+            raise done.error
 
 
 def _responses(
@@ -217,20 +252,43 @@ def generate(
     return texts[0] if n is None else texts
 
 
+def with_detokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer as mlx-lm's; one of transformers is wrapped. Raises RequestError for what is none."""
+    if hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise RequestError(f"A tokenizer of mlx_spec.load, mlx_lm or transformers is needed, not {tokenizer!r}.")
+    return TokenizerWrapper(tokenizer)
+
+
 def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Return the token ids of a prompt; text gets a BOS token where the tokenizer adds one and it has none yet."""
+    """Return the token ids of a prompt; text gets a BOS token where the tokenizer adds one and it has none yet.
+
+    Raises RequestError for anything else, and for text that is none.
+    """
     if not isinstance(prompt, str):
-        return [int(t) for t in np.array(prompt).reshape(-1)]
+        return token_ids(prompt)
+    require_text("The prompt", prompt)
     bos = tokenizer.bos_token
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 
 
+def require_text(what: str, text: str) -> None:
+    """Raise RequestError for half characters, as Python reads bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} must be UTF-8 text; what comes after {text[: error.start][-20:]!r} is not."
+        ) from None
+
+
 def stop_strings(stop: str | Sequence[str] | None) -> list[str]:
     """Return the strings that end a text. Raises RequestError for anything else."""
-    strings = [stop] if isinstance(stop, str) else list(stop or ())
-    if not all(isinstance(each, str) for each in strings):
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(strings, Iterable) or not all(isinstance(each, str) for each in strings):
         raise RequestError(f"stop takes a string or several, not {stop!r}.")
-    return strings
+    return list(strings)
 
 
 def make_sampling(options: dict[str, Any]) -> Sampling:
@@ -241,7 +299,4 @@ def make_sampling(options: dict[str, Any]) -> Sampling:
             raise RequestError(f"{name}= is not taken here: {NOT_HERE[name]}.")
         if name not in fields.keys() | NOT_HERE.keys():
             raise RequestError(f"There is no option {name}=; sampling takes {', '.join(fields)}.")
-    try:
-        return Sampling(**{name: value for name, value in options.items() if value is not None})
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"A sampling setting cannot be read: {error}.") from error
+    return Sampling(**{name: value for name, value in options.items() if value is not None})

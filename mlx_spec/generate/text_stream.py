@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+
+SPACE = "Ġ"  # of byte-level tokens
 ZERO_WIDTH_JOINER = "\u200d"
 
 
@@ -19,11 +22,14 @@ class TextStream:
         self._stop = [s for s in stop if s]
         self._held = ""
         self._ended = False
+        self._dropped = ""
 
     def add(self, token: int) -> bool:
         """Add a token; true when the text ends with it because a stop string is complete."""
+        if not self.segments:
+            self._dropped = dropped_space(self._detokenizer, token)
         self._detokenizer.add_token(token)
-        self._held += self._detokenizer.last_segment
+        self._hold(self._detokenizer.last_segment)
         self._ended = self._cut_at_stop()
         self.segments.append(self._take())
         return self._ended
@@ -34,11 +40,17 @@ class TextStream:
             self.segments.append("")
         if not self._ended:
             self._detokenizer.finalize()
-            self._held += self._detokenizer.last_segment
+            self._hold(self._detokenizer.last_segment)
+            self._held += self._dropped
             self._cut_at_stop()
         if self.segments:
             self.segments[-1] += self._held
         self._held = ""
+
+    def _hold(self, segment: str) -> None:
+        if segment:
+            self._held += self._dropped + segment
+            self._dropped = ""
 
     def _cut_at_stop(self) -> bool:
         found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
@@ -62,3 +74,9 @@ class TextStream:
         if self._held.endswith(ZERO_WIDTH_JOINER):
             tails.append(2)
         return min(max(tails, default=0), len(self._held))
+
+
+def dropped_space(detokenizer: Any, first: int) -> str:
+    """Return the space that mlx-lm's detokenizer of byte-level tokens drops of a text's first token, if any."""
+    tokens = detokenizer.tokenmap if isinstance(detokenizer, BPEStreamingDetokenizer) else []
+    return " " if first < len(tokens) and tokens[first].startswith(SPACE) else ""

@@ -7,6 +7,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 from mlx_lm.utils import load_adapters
 
+from mlx_spec.checkpoints.hub import expanded
 from mlx_spec.errors import ModelError
 
 
@@ -16,7 +17,7 @@ def merge_adapters(model: nn.Module, folder: str | Path) -> None:
     A layer that they change is held in 16 bits even where the model is quantised: quantised again, it would lose
     much of what the adapter adds. Raises ModelError for a folder without adapters, or with those of another model.
     """
-    place = Path(folder).expanduser()
+    place = expanded(str(folder))
     if not (place / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds no adapters: it has no adapter_config.json, which mlx_lm.lora writes.")
     try:

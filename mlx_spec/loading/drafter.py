@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any, TypeVar
 
 from mlx_spec.checkpoints.config import read_config
-from mlx_spec.checkpoints.hub import DEMO, fetch, is_repo, resolve, with_weights
+from mlx_spec.checkpoints.hub import DEMO, DRAFTER_FILES, expanded, fetch, is_repo, resolve, with_weights
 from mlx_spec.checkpoints.tensors import INDEX, read_index, tensor_names
 from mlx_spec.demo import DRAFTERS
 from mlx_spec.drafters.base import Drafter
@@ -171,14 +171,14 @@ def resolve_drafter(name: str, progress: bool = False) -> Path:
     Of a repo that holds a whole model only the files with its head are fetched. Raises DownloadError, or
     DrafterMismatch for a model without a head.
     """
-    if Path(name).expanduser().is_file():
-        return Path(name).expanduser()
-    if Path(name).expanduser().is_dir() or not is_repo(name):
-        return resolve(name, progress)
+    if expanded(name).is_file():
+        return expanded(name)
+    if expanded(name).is_dir() or not is_repo(name):
+        return resolve(name, progress, DRAFTER_FILES)
     folder = fetch(name, ["config.json", INDEX])
     shards = read_index(folder / INDEX, name)
     if not shards:
-        return with_weights(resolve(name, progress), name)
+        return with_weights(resolve(name, progress, DRAFTER_FILES), name)
     config = read_config(folder, name, "drafter", DrafterMismatch)
     for kind in KINDS:
         files = [] if kind.indexed_files is None else kind.indexed_files(config, shards, name)
@@ -187,4 +187,4 @@ def resolve_drafter(name: str, progress: bool = False) -> Path:
     is_model = any("model.embed_tokens." in tensor for tensor in shards)
     if is_model and not is_claimed(config, shards.keys()):
         raise DrafterMismatch(no_head(name))
-    return resolve(name, progress)
+    return resolve(name, progress, DRAFTER_FILES)

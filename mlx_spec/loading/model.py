@@ -139,7 +139,8 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], name: str, settings:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / file).exists():
             read_json(folder / file, name, ModelError)
-    settings = {"config": tokenizer_hints(folder, config, name), **settings}
+    hints = {"config": tokenizer_hints(folder, config, name)}
+    settings = {**hints, **chat_template(folder, name), **settings}
     try:
         return load_tokenizer(folder, settings, eos_token_ids=end_tokens(folder, config, name))
     except Exception as error:
@@ -151,6 +152,30 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], name: str, settings:
         raise ModelError(
             f"{name}: its tokenizer cannot be loaded ({shorten(str(error) or repr(error), 400)})."
         ) from error
+
+
+def chat_template(folder: Path, name: str) -> dict[str, str]:
+    """Return the template of a folder that has it in ``chat_template.json`` alone, as a setting of the tokenizer.
+
+    transformers looks for none there. A file without a template is left out, with a warning.
+    """
+    file, config = folder / "chat_template.json", folder / "tokenizer_config.json"
+    known = read_json(config, name, ModelError) if config.exists() else {}
+    if not file.exists() or (folder / "chat_template.jinja").exists() or known.get("chat_template"):
+        return {}
+    try:
+        template = read_json(file, name, ModelError).get("chat_template")
+    except ModelError as error:
+        warnings.warn(f"{error} It is left out.", ModelWarning, stacklevel=4)
+        return {}
+    if not isinstance(template, str):
+        warnings.warn(
+            f"{name}: chat_template.json holds no text under chat_template; it is left out.",
+            ModelWarning,
+            stacklevel=4,
+        )
+        return {}
+    return {"chat_template": template}
 
 
 def tokenizer_hints(folder: Path, config: Mapping[str, Any], name: str) -> Any:

@@ -120,12 +120,21 @@ def as_json(costs: Costs) -> dict[str, dict[str, float]]:
 
 
 def from_json(entry: Any) -> Costs | None:
-    """Return the costs of a stored entry, or None where it is missing or damaged."""
+    """Return the costs of a stored entry, or None where it is missing or damaged, or no times of passes."""
     try:
         curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return Costs(*curves) if all(curves) else None
+    verify, draft, draft_more = curves
+    counts = [count for curve in curves for count in curve]
+    times = [*verify.values(), *draft.values()]
+    is_usable = (
+        all(curves)
+        and min(counts) > 0
+        and all(0 < ms < math.inf for ms in times)
+        and all(0 <= ms < math.inf for ms in draft_more.values())
+    )
+    return Costs(verify, draft, draft_more) if is_usable else None
 
 
 def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:

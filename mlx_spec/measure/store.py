@@ -6,7 +6,7 @@ import os
 import platform
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ NAME = "machine.json"
 def read() -> dict[str, Any]:
     """Return all entries by key; a missing or damaged file has none."""
     try:
-        known = json.loads(path().read_text())
+        known = json.loads(path().read_text(encoding="utf-8"))
         return known if isinstance(known, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -37,7 +37,10 @@ def write(key: str, entry: object) -> None:
     key: see ``key``.
     entry: any JSON value.
     """
-    file = path()
+    try:
+        file = path()
+    except ValueError:
+        return
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,13 +64,21 @@ def key(target: Target, *more: str) -> str:
         platform.machine(),
         str(mx.default_device()),
         implementation(),
-        *(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
+        *(f"{name} {version_of(name)}" for name in ("mlx", "mlx-lm", "mlx-spec")),
         code_digest(),
         target.name,
         f"{sum(w.nbytes for w in weights.values())} bytes {target.dtype}",
         *more,
     ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; one that was copied here, or packed, has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
 
 
 @cache

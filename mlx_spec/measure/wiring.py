@@ -24,7 +24,7 @@ def check_wiring(target: Target, wirings: Wirings, tokenizer: Any, name: str, pr
     """
     key = store.key(target, f"wiring of {name}", fingerprint(target, wirings))
     entry = store.read().get(key)
-    if not isinstance(entry, dict) or "better" not in entry:
+    if not isinstance(entry, dict) or not isinstance(entry.get("better", 0), str | None):
         what = "Checking the head's wiring, once"
         with tqdm(desc=what, bar_format="{desc}", leave=False, disable=not progress):
             measured = measure_wirings(target, wirings, list(tokenizer.encode(TEXT)))

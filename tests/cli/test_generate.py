@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser as mlx_lm_arg_parser
 from tiny_folders import TEMPLATE, write_dflash2, write_model
 
-from mlx_spec import GenerationResponse, Sampling, generate, load, stream_generate
+from mlx_spec import GenerationResponse, ModelWarning, Sampling, generate, load, stream_generate
 from mlx_spec.cli.generate import PrefillBar, generation_options, main
 from mlx_spec.cli.generate_flags import REFUSED, Refused, setup_arg_parser
 from mlx_spec.measure.costs import fastest
@@ -416,7 +418,24 @@ def test_an_unknown_token_is_no_end_token_where_the_tokenizer_has_an_unknown_tok
     assert "'no such token' is no token of this model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--num-draft-tokens", "x"], ["--temp", "-1"], ["--prompt", ""]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--num-draft-tokens", "x"],
+        ["--temp", "-1"],
+        ["--prompt", ""],
+        ["--max-tokens", "0"],
+        ["--max-tokens", "-2"],
+        ["--prefill-step-size", "0"],
+        ["--max-kv-size", "0"],
+        ["--logit-bias", '{"-1": 1}'],
+        ["--logit-bias", '{"1": NaN}'],
+        ["--draft-bits", "7"],
+        ["--draft-vocab", "0"],
+        ["--chat-template-config", "["],
+        ["--ignore-chat-template", "--use-default-chat-template"],
+    ],
+)
 def test_what_can_be_checked_is_checked_before_a_model_is_loaded(
     argv: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,7 +556,161 @@ def test_standard_input_that_is_no_text_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert main(["--model", model, "-p", "-"]) == 1
-    assert capsys.readouterr().err.startswith("error: Standard input is no text in utf-8")
+    assert capsys.readouterr().err == "error: Standard input must be UTF-8 text; byte 3 of it is not.\n"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--prompt", "--system-prompt", "--prefill-response", "--stop", "--extra-eos-token", "--chat-template-config"],
+)
+def test_an_argument_that_is_no_text_is_one_line(
+    flag: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(COMMAND, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert main([flag, os.fsdecode(b"caf\xe9")]) == 1
+    assert capsys.readouterr().err == f"error: {flag} must be UTF-8 text; what comes after 'caf' is not.\n"
+
+
+def test_standard_input_is_utf8_in_every_locale(model: str, capsys: Capture) -> None:
+    argv = ["--model", model, "-m", "8", "--verbose", "F"]
+    line = [sys.executable, "-m", "mlx_spec.generate", *argv, "-p", "-"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, input="naïve 🙂".encode(), capture_output=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == answer(capsys, *argv, "-p", "naïve 🙂")
+
+
+@pytest.mark.parametrize("stop", ["--", "-->", "---", "- "])
+def test_a_stop_string_may_be_hyphens(stop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def spy(args: argparse.Namespace) -> int:
+        asked.append((args.stop, args.prompt, args.max_tokens))
+        return 0
+
+    monkeypatch.setattr(COMMAND, "run", spy)
+    assert main(["--stop", stop, "a", "-p", stop, "-m", "-1"]) == 0
+    assert asked == [([stop, "a"], stop, -1)]
+
+
+def test_a_full_cache_ends_the_answer_by_length(model: str, drafter: str, capsys: Capture) -> None:
+    argv = ["--model", model, "--drafter", drafter, "-m", "100", "--max-kv-size", "32", "--stats", "json"]
+    summary = json.loads(answer(capsys, *argv))
+    assert summary["finish_reason"] == "length"
+    assert summary["prompt_tokens"] + summary["generation_tokens"] == 33
+
+
+# Flags, and what is said of those that change nothing.
+WITHOUT_EFFECT = [
+    (["--top-p", "0.9", "--seed", "4"], "--top-p and --seed: no effect, --temp 0 takes the most likely token."),
+    (["--accept", "rejection"], "--accept: no effect, --temp 0 takes the most likely token."),
+    (
+        ["--temp", "1", "--xtc-threshold", "0.2"],
+        "--xtc-threshold: no effect, it needs --xtc-probability.",
+    ),
+    (["--temp", "1", "--min-tokens-to-keep", "2"], "--min-tokens-to-keep: no effect, it is a bound of --min-p."),
+    (
+        ["--num-draft-tokens", "0", "--drafter", "nowhere", "--draft-bits", "4"],
+        "--drafter and --draft-bits: no effect, --num-draft-tokens 0 decodes plainly.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), WITHOUT_EFFECT, ids=lambda value: str(value)[:30])
+def test_flags_that_change_nothing_are_said(argv: list[str], sentence: str, model: str, capsys: Capture) -> None:
+    assert main(["--model", model, "-m", "2", "--verbose", "F", *argv]) == 0
+    assert capsys.readouterr().err == f"note: {sentence}\n"
+
+
+def test_what_loading_warns_of_is_a_note(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_and_warn(*names: Any, **options: Any) -> Any:
+        for _ in range(2):
+            warnings.warn("The head lies elsewhere.", ModelWarning, stacklevel=2)
+        return load(*names, **options)
+
+    monkeypatch.setattr(COMMAND, "load", load_and_warn)
+    assert main(["--model", model, "-m", "2", "--verbose", "F"]) == 0
+    assert capsys.readouterr().err == "note: The head lies elsewhere.\n" * 2
+
+
+def test_sigterm_stops_as_ctrl_c_does(model: str, drafter: str) -> None:
+    process = start("--model", model, "--drafter", drafter, "-m", "-1")
+    assert process.stdout is not None
+    try:
+        begun = process.stdout.read(30)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert len(begun) == 30 and out.endswith(b"\n")
+    assert err.startswith(b"stopped\n\n==========\nPrompt: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_demo_is_fetched_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """Neither a part of the download nor pip, which is a program here that never ends."""
+    pip = tmp_path / "pip"
+    pip.mkdir()
+    (pip / "__init__.py").write_text("")
+    code = f"import pathlib, os, time\npathlib.Path({str(tmp_path / 'id')!r}).write_text(str(os.getpid()))\n"
+    code += "pathlib.Path(os.environ['TMPDIR'], 'part').write_text('x' * 100)\ntime.sleep(100)\n"
+    (pip / "__main__.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MLX_SPEC_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_spec.generate"],
+        stderr=subprocess.PIPE,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        running = tmp_path / "id"
+        for _ in range(600):
+            if running.exists() and running.read_text():
+                break
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (128 + number, b"stopped\n")
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith("demo")] == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(running.read_text()), 0)
+
+
+def test_a_program_without_metadata_of_this_package_runs(model: str) -> None:
+    """As in a folder that was copied, or a program that PyInstaller packed."""
+    code = (
+        "import importlib.metadata as metadata, runpy, sys\nreal = metadata.version\n"
+        "def version(name):\n    if name == 'mlx-spec': raise metadata.PackageNotFoundError(name)\n"
+        f"    return real(name)\nmetadata.version = version\nsys.argv = ['x', '--model', {model!r}, '-m', '2']\n"
+        "runpy.run_module('mlx_spec.generate', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Generation: 2 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["--model", "~nouserx/m"], ["--drafter", "~nouserx/d"]])
+def test_a_home_folder_that_is_not_known_is_one_line(argv: list[str], model: str, capsys: Capture) -> None:
+    assert main(["--model", model, *argv]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {argv[1]!r} begins with a home folder that is not known; give the full path.\n"
+    )
+
+
+def test_without_a_home_folder_nothing_is_kept(model: str) -> None:
+    code = (
+        "import os, pwd\nfor name in ('HOME', 'XDG_CACHE_HOME', 'MLX_SPEC_CACHE'): os.environ.pop(name, None)\n"
+        "def unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\n"
+        "from mlx_spec.cache_folder import cache_folder\nfrom mlx_spec.cli.generate import main\n"
+        f"status = main(['--model', {model!r}, '-m', '2', '--verbose', 'F'])\n"
+        "print(status, cache_folder())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    status, folder = done.stdout.splitlines()[-1].split()
+    assert status == "0" and not Path(folder).exists()
 
 
 def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ bfloat16 targets, see test_lossless.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,26 @@ def test_is_end_sees_each_token_once_and_in_order_and_ends_the_text(count: int) 
     done = run(scripted(), Request(PROMPT, 60, is_end=is_end))
     assert seen == new_tokens(done) == new_tokens(long_text())[:count]
     assert done.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("broken", [1, 2, 4])
+def test_is_end_sees_no_token_twice_where_a_round_is_run_again(broken: int) -> None:
+    """As a text stream must not: the round broke off after its tokens were judged."""
+    engine, seen = scripted(), list[int]()
+    generation = engine.start(Request(PROMPT, 30, is_end=lambda token: bool(seen.append(token))))
+    extend, rounds = engine.states.extend, count(1)
+
+    def interrupted(*committed: Any) -> None:
+        extend(*committed)
+        if next(rounds) == broken:
+            raise KeyboardInterrupt
+
+    engine.states.extend = interrupted  # type: ignore[method-assign]
+    while generation.finish_reason is None:
+        with suppress(KeyboardInterrupt):
+            engine.step(generation)
+    assert next(rounds) > broken + 1
+    assert seen == generation.tokens[len(PROMPT) :] == new_tokens(long_text())[:30]
 
 
 @pytest.mark.parametrize("most", range(1, 2 * BLOCK + 2))

@@ -18,7 +18,7 @@ from tiny_folders import write_dflash2, write_model
 
 from metal_kernels.launching.implementations import Implementation
 from mlx_spec import Engine, GenerationResponse, Sampling, generate, load, stream_generate
-from mlx_spec.errors import RequestError
+from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.generate.stream import NOT_HERE
 
 mlx_lm_module = sys.modules["mlx_lm.generate"]
@@ -34,12 +34,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Any]:
+def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_dflash2(tmp_path_factory.mktemp("drafters") / "dflash2"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Any, drafter_folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Any]:
     """A tiny target with a random DFlash 2 drafter; without measured costs the depth is the largest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_SPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
-        drafter = write_dflash2(tmp_path_factory.mktemp("drafters") / "dflash2")
-        engine, tokenizer = load(str(folder), str(drafter))
+        engine, tokenizer = load(str(folder), drafter_folder)
     return Engine(engine.target, engine.drafter), tokenizer
 
 
@@ -174,8 +178,31 @@ def test_an_end_token_cuts_inside_a_block(loaded: tuple[Engine, Any], scripted: 
         ({"draft_model": "other"}, ["draft_model=", "second argument of load"]),
         ({"kv_bits": 4}, ["kv_bits=", "model's precision"]),
         ({"max_kv_size": 64}, ["max_kv_size=", "max_cached_tokens="]),
-        ({"temp": "0.7"}, ["cannot be read"]),
+        ({"temp": "0.7"}, ["temp must be a number", "'0.7'"]),
+        ({"temp": [0.7]}, ["temp must be a number"]),
+        ({"top_k": "5"}, ["top_k must be a whole number", "'5'"]),
+        ({"seed": 1.5}, ["seed must be a whole number, not 1.5"]),
+        ({"seed": "7"}, ["seed must be a whole number, not '7'"]),
+        ({"n": 1.5}, ["n must be a whole number, not 1.5"]),
+        ({"n": "2"}, ["n must be a whole number, not '2'"]),
+        ({"max_tokens": 4.5}, ["max_tokens must be a whole number, not 4.5"]),
+        ({"max_tokens": float("inf")}, ["max_tokens must be a whole number, not inf"]),
+        ({"prefill_step_size": "all"}, ["prefill_step_size must be a whole number, not 'all'"]),
+        ({"top_logprobs": [1]}, ["top_logprobs must be a whole number"]),
+        ({"num_draft_tokens": 2.5}, ["num_draft_tokens must be a whole number, not 2.5"]),
+        ({"num_draft_tokens": "3"}, ["num_draft_tokens is '3'"]),
+        ({"num_sibling_drafts": "1"}, ["num_sibling_drafts"]),
+        ({"logits_processors": lambda tokens, scores: scores}, ["logits_processors takes a list of functions"]),
+        ({"logits_processors": [5]}, ["logits_processors takes a list of functions"]),
+        ({"prompt_progress_callback": 5}, ["on_progress takes a function"]),
+        ({"on_verified": 5}, ["on_verified takes a function"]),
+        ({"repetition_context_size": 2.5}, ["repetition_context_size must be a whole number"]),
+        ({"logit_bias": {1.5: 5.0}}, ["logit_bias", "token ids to numbers"]),
+        ({"logit_bias": {-1: 5.0}}, ["logit_bias names token -1"]),
+        ({"xtc_special_tokens": 5}, ["xtc_special_tokens takes token ids, not 5"]),
         ({"stop": [5]}, ["stop", "string"]),
+        ({"stop": 5}, ["stop", "string"]),
+        ({"stop": b"x"}, ["stop", "string"]),
         ({"logit_bias": [[70, 5]]}, ["logit_bias", "token ids to numbers"]),
         ({"xtc_special_tokens": (5000,)}, ["xtc_special_tokens", "5000", "267"]),
         ({"max_tokens": 0}, ["max_tokens", "0"]),
@@ -213,6 +240,22 @@ def test_every_argument_of_mlx_lm_is_taken_or_refused_by_name() -> None:
     assert theirs - ours == {"model", "stream"}
 
 
+OPTIONS = sorted(
+    {
+        name
+        for name, given in inspect.signature(stream_generate).parameters.items()
+        if given.default is not given.empty
+    }
+    | Sampling.__dataclass_fields__.keys()
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_none_is_the_default_of_every_option(loaded: tuple[Engine, Any], plain_text: str, option: str) -> None:
+    given = {"max_tokens": TOKENS, option: None}
+    assert next(iter(stream_generate(*loaded, PROMPT, **given))).text == plain_text[0]
+
+
 def test_none_is_the_default(loaded: tuple[Engine, Any], plain_text: str) -> None:
     options = dict(
         temp=None, top_p=None, stop=None, kv_bits=None, prompt_progress_callback=None, logits_processors=None
@@ -230,6 +273,76 @@ def test_numbers_may_be_numpys(loaded: tuple[Engine, Any]) -> None:
         generate(*loaded, PROMPT, max_tokens=8, logit_bias={token: 5.0}) for token in (70, "70", np.int64(70))
     }
     assert len(biased) == 1
+    counted = {
+        generate(*loaded, PROMPT, max_tokens=eight, num_draft_tokens=two, prefill_step_size=two, temp=temp)
+        for eight, two, temp in (
+            (8, 2, 0.5),
+            (8.0, 2.0, np.float32(0.5)),
+            (np.int32(8), np.float64(2), mx.array(0.5)),
+        )
+    }
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (["a", "b"], "text or a list of token ids, not ['a', 'b']"),
+        ([{"role": "user", "content": "hi"}], "apply_chat_template"),
+        ({"input_ids": [70]}, 'give its "input_ids"'),
+        ({"role": "user"}, "text or a list of token ids"),
+        (b"hi", "text or a list of token ids, not b'hi'"),
+        (None, "text or a list of token ids, not None"),
+        (70, "text or a list of token ids, not 70"),
+        ([1.5, 2.5], "text or a list of token ids"),
+        ([[70, 71], [72]], "text or a list of token ids"),
+        ([[70, 71], [72, 73]], "one list of token ids, not 2"),
+        (mx.array([[70, 71], [72, 73]]), "one list of token ids, not 2"),
+        ("caf\udce9", "must be UTF-8 text; what comes after 'caf'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(loaded: tuple[Engine, Any], prompt: Any, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        generate(*loaded, prompt, max_tokens=2)
+    assert words in str(error.value)
+    assert loaded[0].target.pool.pages_in_use == 0
+
+
+def test_a_tokenizer_of_transformers_is_taken_as_in_mlx_lm(loaded: tuple[Engine, Any], plain_text: str) -> None:
+    engine, tokenizer = loaded
+    assert generate(engine, tokenizer._tokenizer, PROMPT, max_tokens=TOKENS) == plain_text
+    with pytest.raises(RequestError, match="A tokenizer of .* or transformers is needed, not 'x'"):
+        generate(engine, "x", PROMPT)
+
+
+@pytest.mark.parametrize("n", [None, 1, 3])
+@pytest.mark.parametrize("depth", [0, None])
+def test_a_full_cache_ends_a_text_by_length(
+    folder: Any, drafter_folder: str, loaded: tuple[Engine, Any], n: int | None, depth: int | None
+) -> None:
+    """As a full context does; what was said until then is the text that a larger cache begins with."""
+    small = load(str(folder), None if depth == 0 else drafter_folder, max_cached_tokens=64)[0]
+    options: dict[str, Any] = dict(temp=0.8, num_draft_tokens=depth)
+    whole = generate(*loaded, PROMPT, n=3, max_tokens=200, **options)
+    said, last = [""] * 3, dict[int, GenerationResponse]()
+    for response in stream_generate(small, loaded[1], PROMPT, n=n, max_tokens=-1, **options):
+        said[response.index] += response.text
+        last[response.index] = response
+    assert {response.finish_reason for response in last.values()} == {"length"}
+    assert len(last) == (n or 1)
+    for index in last:
+        assert said[index] and whole[index].startswith(said[index])
+    if n != 3:
+        assert last[0].prompt_tokens + last[0].generation_tokens == 65
+    assert small.target.pool.pages_in_use == 0
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(folder: Any, loaded: tuple[Engine, Any]) -> None:
+    small = load(str(folder), None, max_cached_tokens=32)[0]
+    for size, n in ((33, 1), (34, 1), (100, 1), (20, 3)):
+        with pytest.raises(ContextFull):
+            generate(small, loaded[1], [*range(20, 20 + size)], n=n)
+    assert small.target.pool.pages_in_use == 0
 
 
 @pytest.mark.parametrize("prompt", ["", [], mx.array([], dtype=mx.int32), [5000], [-1]])
@@ -259,7 +372,20 @@ def test_an_error_of_the_caller_in_prefill_frees_all_pages(loaded: tuple[Engine,
     assert loaded[0].target.pool.pages_in_use == 0
 
 
-def test_progress_reaches_the_prompt_without_its_last_token(loaded: tuple[Engine, Any]) -> None:
+@pytest.mark.parametrize("size", [1, 2, 17, 50])
+def test_progress_is_reported_as_in_mlx_lm(size: int, folder: Any, loaded: tuple[Engine, Any]) -> None:
+    ours, theirs, prompt = list[tuple[int, int]](), list[tuple[int, int]](), [*range(20, 20 + size)]
+    options: dict[str, Any] = dict(max_tokens=1, prefill_step_size=16)
+    generate(*loaded, prompt, prompt_progress_callback=lambda *at: ours.append(at), **options)
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    mlx_lm.generate(
+        model, tokenizer, prompt, prompt_progress_callback=lambda *at: theirs.append(at), verbose=False, **options
+    )
+    assert ours == theirs
+    assert ours[0] == (0, size) and ours[-1] == (size, size)
+
+
+def test_progress_reaches_the_prompt(loaded: tuple[Engine, Any]) -> None:
     calls: list[tuple[int, int]] = []
     tokens = loaded[1].encode(PROMPT * 6)
     generate(
@@ -269,9 +395,9 @@ def test_progress_reaches_the_prompt_without_its_last_token(loaded: tuple[Engine
         prefill_step_size=16,
         prompt_progress_callback=lambda *progress: calls.append(progress),
     )
-    total = len(tokens) - 1
+    total = len(tokens)
     assert total > 32
-    assert calls == [(min(done, total), total) for done in range(0, total + 16, 16)]
+    assert calls == [*((min(done, total - 1), total) for done in range(0, total + 15, 16)), (total, total)]
 
 
 def test_from_draft_is_what_the_statistics_count(

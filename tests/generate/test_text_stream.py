@@ -208,3 +208,20 @@ def test_a_stop_string_completed_by_the_last_released_text_is_cut(byte_tokenizer
     segments, ended = stream(byte_tokenizer, token_ids(byte_tokenizer, "ab "), ["b "])
     assert "".join(segments) == "a"
     assert ended is None
+
+
+@pytest.mark.parametrize("text", [" the", "  two", " ", "  ", " \u65e5", " \nx", "the", ""])
+@pytest.mark.parametrize("kind", ["byte", "merged"])
+def test_a_text_may_begin_with_spaces(kind: str, text: str, request: pytest.FixtureRequest) -> None:
+    """mlx-lm's detokenizer drops the first one; the tokens say it."""
+    tokenizer = request.getfixturevalue(f"{kind}_tokenizer")
+    tokens = token_ids(tokenizer, text)
+    segments, _ = stream(tokenizer, tokens)
+    assert "".join(segments) == tokenizer.decode(tokens) == text
+    assert len(segments) == len(tokens)
+
+
+def test_a_stop_string_may_begin_with_the_first_space(merged_tokenizer: Any) -> None:
+    tokens = token_ids(merged_tokenizer, " the end")
+    assert stream(merged_tokenizer, tokens, [" the"]) == ([""], 0)
+    assert stream(merged_tokenizer, tokens, ["  the"])[1] is None

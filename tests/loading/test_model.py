@@ -195,3 +195,22 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path, is_same: bool) -> None:
     else:
         with pytest.warns(ModelWarning, match=r"lm_head\.weight is left out"):
             tokens(folder)
+
+
+def test_a_chat_template_may_lie_in_chat_template_json_alone(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    messages = [{"role": "user", "content": "hi"}]
+    assert not load(str(folder), None)[1].has_chat_template
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load(str(folder), None)[1]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "u:hi|a:"
+    (folder / "chat_template.jinja").write_text("another")
+    assert load(str(folder), None)[1].apply_chat_template(messages, tokenize=False) == "another"
+    (folder / "chat_template.jinja").unlink()
+    for broken in ("{}", "[]", "{", '{"chat_template": 5}'):
+        (folder / "chat_template.json").write_text(broken)
+        with pytest.warns(ModelWarning, match="chat_template.json .* left out"):
+            assert not load(str(folder), None)[1].has_chat_template

@@ -15,7 +15,8 @@ import mlx_spec.measure.costs
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.engine.costs import Costs
-from mlx_spec.measure.costs import RUNS, cost_key, fastest, measure, measured_costs
+from mlx_spec.measure import store
+from mlx_spec.measure.costs import RUNS, as_json, cost_key, fastest, measure, measured_costs
 from mlx_spec.target import Target
 
 FAKE = Costs({1: 1.5, 8: 2.5}, {1: 0.5, 7: 0.75}, {1: 0.0, 7: 0.25})
@@ -111,6 +112,46 @@ def test_the_second_call_reads_what_the_first_measured(
     second = measured_costs(target, drafter, "some/drafter")
     assert len(measurements) == 1
     assert first == second == FAKE
+
+
+def with_times(value: Any, curve: str = "verify") -> dict[str, Any]:
+    return {**as_json(FAKE), curve: {"1": value, "8": 2.5}}
+
+
+DAMAGED: list[Any] = [
+    *(with_times(value) for value in (float("nan"), float("inf"), -5.0, 0.0, None, "fast", [1], 10**400)),
+    *(with_times(value, "draft") for value in (float("nan"), -1, 0)),
+    *(with_times(value, "draft_more") for value in (float("nan"), -1)),
+    {**as_json(FAKE), "verify": {}},
+    {**as_json(FAKE), "verify": {"0": 1.0}},
+    {**as_json(FAKE), "verify": {"x": 1.0}},
+    {"verify": {"1": 1.0}},
+    [],
+    None,
+    5,
+]
+
+
+@pytest.mark.parametrize("entry", DAMAGED, ids=lambda entry: str(entry)[:60])
+def test_costs_that_no_pass_can_have_are_measured_again(
+    entry: Any, target: Target, drafter: DFlash2Drafter, cache: Path, measurements: list[Any]
+) -> None:
+    store.write(cost_key(target, drafter, "some/drafter"), entry)
+    assert measured_costs(target, drafter, "some/drafter") == FAKE
+    assert len(measurements) == 1
+    assert measured_costs(target, drafter, "some/drafter") == FAKE
+    assert len(measurements) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_damaged_file_is_written_anew(
+    content: bytes, target: Target, drafter: DFlash2Drafter, cache: Path, measurements: list[Any]
+) -> None:
+    cache.parent.mkdir()
+    cache.write_bytes(content)
+    for _ in range(2):
+        assert measured_costs(target, drafter, "some/drafter") == FAKE
+    assert len(measurements) == 1
 
 
 def test_another_drafter_is_measured_beside_the_first(
