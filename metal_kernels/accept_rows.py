@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 
@@ -41,8 +42,11 @@ def accept_rows(
         raise ValueError(f"accept_rows takes at most {MAX_FLAGS} flags, bool and not empty, not {found}.")
     if rows is not None and (rows.shape != (k + 1,) or rows.dtype != mx.bool_):
         raise ValueError(f"accept_rows takes flags of rows in bool [{k + 1}], not {rows.dtype} {rows.shape}.")
-    if implementation() == "native":
+    chosen = implementation()
+    if chosen == "native":
         return _native(drafts, choices, flags, rows)
+    if chosen == "cpu":
+        return _cpu(drafts, choices, flags, rows)
     # Whole numbers: MLX's own operations are the reference as well.
     return reference_accept_rows(drafts, choices, flags, rows)
 
@@ -57,6 +61,14 @@ def reference_accept_rows(
         flags = [*flags, rows | (mx.arange(rows.size) > count)]
     good = [mx.all(flag).astype(mx.int32)[None] for flag in flags]
     return mx.concatenate([drafts, count[None], choices[count][None], *good])
+
+
+def _cpu(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array], rows: mx.array | None) -> mx.array:
+    outcome = cpu_library.empty((drafts.size + 2 + len(flags) + (rows is not None),), mx.int32)
+    sized: list[mx.array | int | None] = [part for flag in flags for part in (flag, flag.size)]
+    sized += [None, 0] * (MAX_FLAGS - len(flags))
+    cpu_library.call("cpu_accept", drafts, drafts.size, choices, *sized, rows, outcome)
+    return outcome
 
 
 def _native(drafts: mx.array, choices: mx.array, flags: Sequence[mx.array], rows: mx.array | None) -> mx.array:

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 
@@ -21,8 +22,11 @@ def argmax_rows(logits: mx.array) -> tuple[mx.array, mx.array]:
     """
     if logits.ndim != 2 or not logits.size:
         raise ValueError(f"argmax_rows takes logits [R, V] with at least one entry, not {logits.shape}.")
-    if implementation() == "native":
+    chosen = implementation()
+    if chosen == "native":
         return _native(logits)
+    if chosen == "cpu":
+        return _cpu(logits)
     # Nothing is rounded, so MLX's own operations are the reference as well.
     return reference_argmax_rows(logits)
 
@@ -32,6 +36,13 @@ def reference_argmax_rows(logits: mx.array) -> tuple[mx.array, mx.array]:
     has_nan = mx.any(mx.isnan(logits), axis=-1)
     choices = mx.where(has_nan, -1, mx.argmax(logits, axis=-1).astype(mx.int32))
     return choices, mx.all(mx.isfinite(logits), axis=-1)
+
+
+def _cpu(logits: mx.array) -> tuple[mx.array, mx.array]:
+    rows, count = logits.shape
+    choices, finite = cpu_library.empty((rows,), mx.int32), cpu_library.empty((rows,), mx.bool_)
+    cpu_library.call("cpu_argmax", logits, cpu_library.TYPES[logits.dtype], rows, count, choices, finite)
+    return choices, finite
 
 
 def _native(logits: mx.array) -> tuple[mx.array, mx.array]:

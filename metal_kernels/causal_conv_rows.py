@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 from metal_kernels.row_spans import RowSpans
@@ -94,6 +95,9 @@ def causal_conv_rows(
     _require(x, state, heads, column, spans, slots)
     _require_weight(weight, state)
     chosen = implementation()
+    if chosen == "cpu":
+        q, k, v, _ = _cpu(x, spans, None, None, state, slots, weight, heads, column)
+        return q, k, v
     if chosen != "native":
         return _by_sequence(CONVOLUTIONS[chosen], x, state, weight, heads, column, spans, slots)
     inputs = [x, weight, *_place_inputs(state, spans, slots)]
@@ -118,7 +122,10 @@ def causal_conv_replay(
     Returns [S, W - 1, C] in the dtype of x. Raises ValueError as ``causal_conv_rows`` does.
     """
     _require(x, state, heads, column, accepted, slots)
-    if implementation() == "native":
+    chosen = implementation()
+    if chosen == "cpu":
+        return _cpu(None, accepted, x, accepted, state, slots, None, heads, column)[3]
+    if chosen == "native":
         inputs = [x, *_place_inputs(state, accepted, slots)]
         (new_state,) = _launch(REPLAY, inputs, x, state, heads, column, accepted)
         return new_state
@@ -156,7 +163,10 @@ def causal_conv_advance(
     _require_weight(weight, state)
     if old_x.shape[1] != x.shape[1]:
         raise ValueError(f"Rows of width {old_x.shape[1]} cannot precede rows of width {x.shape[1]}.")
-    if implementation() != "native":
+    chosen = implementation()
+    if chosen == "cpu":
+        return _cpu(x, spans, old_x, accepted, state, slots, weight, heads, column)
+    if chosen != "native":
         new_state = causal_conv_replay(old_x, state, accepted, heads, column=column, slots=slots)
         q, k, v = causal_conv_rows(x, new_state, weight, heads, column=column, spans=spans)
         return q, k, v, new_state
@@ -195,7 +205,6 @@ def _stock(window: mx.array, weight: mx.array) -> mx.array:
 
 CONVOLUTIONS: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
     "stock": _stock,
-    "cpu": _stock,
     "reference": _formula,
 }
 
@@ -221,6 +230,40 @@ def _by_sequence(
 
 def _channels(x: mx.array, heads: Heads, column: int) -> mx.array:
     return x[:, column : column + heads.channels]
+
+
+def _cpu(
+    x: mx.array | None,
+    spans: RowSpans,
+    old_x: mx.array | None,
+    accepted: RowSpans | None,
+    state: mx.array,
+    slots: mx.array | None,
+    weight: mx.array | None,
+    heads: Heads,
+    column: int,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Replay accepted old rows, if there are any, and convolve new ones, if there are any.
+
+    Returns q, k, v and the new states, as ``causal_conv_advance`` does; what was not asked for is empty.
+    """
+    kind, types, rows = state.dtype, cpu_library.TYPES, 0 if x is None else x.shape[0]
+    q, k = (cpu_library.empty((rows, heads.key_heads, heads.key_size), kind) for _ in range(2))
+    v = cpu_library.empty((rows, heads.value_heads, heads.value_size), kind)
+    sequences = spans.sequences if old_x is not None else 0
+    new_state = cpu_library.empty((sequences, *state.shape[1:]), kind)
+    old_first, old_count = (None, None) if accepted is None else (accepted.first, accepted.count)
+    given = old_x if x is None else x
+    assert given is not None
+    cpu_library.call(
+        "cpu_causal_conv",
+        *(x, spans.first, spans.count, old_x, old_first, old_count, types[kind]),
+        *(state, spans.own_slots() if slots is None else slots),
+        *(weight, 0 if weight is None else types[weight.dtype], given.shape[1], column, state.shape[1] + 1),
+        *(spans.sequences, heads.key_heads, heads.key_size, heads.value_heads, heads.value_size),
+        *(q, k, v, new_state),
+    )
+    return q, k, v, new_state
 
 
 def _launch(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 
@@ -28,15 +29,21 @@ def dynamic_conv(
 
     Returns [..., B, H] in the dtype of x. Rows before the first one count as zero. Raises ValueError for shapes
     that do not fit each other.
-    The kernel takes up to 256 rows in all and has no gradient: more rows, as in training, run MLX's operations.
+    The kernel and the C text take up to 256 rows in all and have no gradient: more rows, as in training, run MLX's
+    operations.
     Source: Z Lab's DFlash2 (``GroupedDynamicCausalConv`` of PyPI ``dflash`` 0.1.0).
     """
     _check(x, base, dynamic, residual, side)
-    if implementation() == "native" and x.size // x.shape[-1] <= MAX_REPEATED_ROWS:
+    chosen, few = implementation(), x.size // x.shape[-1] <= MAX_REPEATED_ROWS
+    if chosen == "native" and few:
         return _native(x, base, dynamic, residual, side)
+    if chosen == "cpu" and few and x.size and (residual is None or residual.dtype == x.dtype):
+        return _cpu(x, base, dynamic, residual, side)
+    if chosen == "cpu":
+        cpu_library.leave("dynamic convolutions")
     if side is not None:
         base, dynamic = base[side], dynamic[..., side, :, :]
-    if implementation() == "reference":
+    if chosen == "reference":
         return reference_dynamic_conv(x, base, dynamic, residual)
     out = _convolve(x, base.astype(x.dtype), dynamic)
     return out if residual is None else residual + out
@@ -93,6 +100,17 @@ def _shifts(x: mx.array, taps: int) -> Iterator[mx.array]:
     """Yield rows [..., B, H] moved by 0 .. taps - 1 places, with zeros before the first."""
     for t in range(min(taps, x.shape[-2])):
         yield x if t == 0 else mx.concatenate([mx.zeros_like(x[..., :t, :]), x[..., :-t, :]], axis=-2)
+
+
+def _cpu(x: mx.array, base: mx.array, dynamic: mx.array, residual: mx.array | None, side: int | None) -> mx.array:
+    types, (block, width), out = cpu_library.TYPES, x.shape[-2:], cpu_library.empty(x.shape, x.dtype)
+    sides = 1 if side is None else base.shape[0]
+    cpu_library.call(
+        "cpu_dynamic_conv",
+        *(x, types[x.dtype], base, types[base.dtype], dynamic, types[dynamic.dtype], residual),
+        *(x.size // width, block, width, base.shape[-2], dynamic.shape[-1], sides, side or 0, out),
+    )
+    return out
 
 
 def _native(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 from metal_kernels.row_spans import RowSpans
@@ -99,6 +100,8 @@ def gated_delta_rows(
     spans = spans or RowSpans.all_rows(rows.k.shape[0])
     _require(rows, state, spans, slots, gates, q)
     chosen = implementation()
+    if chosen == "cpu":
+        return _cpu(q, rows, None, spans, None, state, slots, gates)[0]
     if chosen != "native":
         y, _ = _by_sequence(UPDATES[chosen], q, rows, state, spans, slots, gates)
         return spans.scatter(y, q.shape[0]).astype(q.dtype)
@@ -125,6 +128,8 @@ def gated_delta_replay(
     """
     _require(rows, state, accepted, slots, gates)
     chosen = implementation()
+    if chosen == "cpu":
+        return _cpu(None, None, rows, accepted, accepted, state, slots, gates)[1]
     if chosen != "native":
         return _by_sequence(UPDATES[chosen], rows.k, rows, state, accepted, slots, gates)[1]
     inputs = [*_row_inputs(rows), *_place_inputs(rows, state, accepted, slots, gates)]
@@ -159,7 +164,10 @@ def gated_delta_advance(
     _require(old_rows, state, accepted, slots, gates)
     if _widths(old_rows) != _widths(rows) or old_rows.k.dtype != rows.k.dtype:
         raise ValueError(f"Rows of widths {_widths(old_rows)} cannot precede rows of widths {_widths(rows)}.")
-    if implementation() != "native":
+    chosen = implementation()
+    if chosen == "cpu":
+        return _cpu(q, rows, old_rows, spans, accepted, state, slots, gates)
+    if chosen != "native":
         new_state = gated_delta_replay(old_rows, state, accepted, slots=slots, gates=gates)
         return gated_delta_rows(q, rows, new_state, spans=spans, gates=gates), new_state
     inputs = [q, *_row_inputs(rows), *_place_inputs(rows, state, spans, slots, gates)]
@@ -207,7 +215,7 @@ def _stock(
     return y, new_state
 
 
-UPDATES: dict[str, Update] = {"stock": _stock, "cpu": _stock, "reference": _formula}
+UPDATES: dict[str, Update] = {"stock": _stock, "reference": _formula}
 
 
 def _by_sequence(
@@ -236,6 +244,50 @@ def _computed_gates(rows: DeltaInputs, gates: Gates | None) -> tuple[mx.array, m
     b = rows.beta[:, gates.b_column : gates.b_column + heads].astype(mx.float32)
     softplus = mx.logaddexp(a + gates.dt_bias.astype(mx.float32), mx.array(0.0))
     return mx.exp(-mx.exp(gates.a_log.astype(mx.float32)) * softplus), mx.sigmoid(b)
+
+
+def _cpu(
+    q: mx.array | None,
+    rows: DeltaInputs | None,
+    old_rows: DeltaInputs | None,
+    spans: RowSpans,
+    accepted: RowSpans | None,
+    state: mx.array,
+    slots: mx.array | None,
+    gates: Gates | None,
+) -> tuple[mx.array, mx.array]:
+    """Step through accepted old rows, if there are any, and through new ones, if there are any.
+
+    Returns the outputs and the new states, as ``gated_delta_advance`` does; what was not asked for is empty.
+    """
+    given, types = rows or old_rows, cpu_library.TYPES
+    assert given is not None
+    out = cpu_library.empty(given.v.shape if rows else (0,), given.v.dtype)
+    new_state = cpu_library.empty((spans.sequences, *state.shape[1:]) if old_rows else (0,), mx.float32)
+    old_first, old_count = (None, None) if accepted is None else (accepted.first, accepted.count)
+    (_, key_heads, key_size), (_, value_heads, value_size) = given.k.shape, given.v.shape
+    made: tuple[mx.array | int | None, ...] = (None, 0, None, 0)
+    if gates is not None:
+        made = (gates.a_log, types[gates.a_log.dtype], gates.dt_bias, types[gates.dt_bias.dtype])
+    columns = (gates.a_column, gates.b_column) if gates else (0, 0)
+    cpu_library.call(
+        "cpu_gated_delta",
+        *(q, *_cpu_rows(rows), spans.first, spans.count),
+        *(*_cpu_rows(old_rows), old_first, old_count, types[given.k.dtype]),
+        *(*made, state, spans.own_slots() if slots is None else slots),
+        *(spans.sequences, key_heads, key_size, value_heads, value_size),
+        *(given.g.shape[1], columns[0], given.beta.shape[1], columns[1]),
+        *(out, new_state),
+    )
+    return out, new_state
+
+
+def _cpu_rows(rows: DeltaInputs | None) -> tuple[mx.array | int | None, ...]:
+    """Return rows as the CPU library takes them: k, v, g and its type, beta and its type."""
+    if rows is None:
+        return None, None, None, 0, None, 0
+    types = cpu_library.TYPES
+    return rows.k, rows.v, rows.g, types[rows.g.dtype], rows.beta, types[rows.beta.dtype]
 
 
 def _launch(

@@ -4,6 +4,7 @@ import mlx.core as mx
 from mlx import nn
 
 from metal_kernels.gemm_rows import gemm_rows
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear
@@ -43,6 +44,8 @@ def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) ->
     rows, quantization, chosen = x.size // x.shape[-1], linear.quantization, implementation()
     if chosen == "cpu" and suits_cpu(x, linear) and (residual is None or residual.dtype == x.dtype):
         return cpu_product(x, linear, residual, gated)
+    if chosen == "cpu":
+        cpu_library.leave(f"products of {_kind(linear)} weights")
     affine = quantization is None or quantization.mode == "affine"
     if rows > MAX_VERIFY_ROWS or not affine or chosen in ("stock", "cpu"):
         return _finish(_stock(x, linear), residual, gated)
@@ -64,6 +67,14 @@ def _one(x: mx.array, linear: Linear, residual: mx.array | None, gated: bool) ->
             gated=gated,
         )
     return out.reshape(*x.shape[:-1], -1)
+
+
+def _kind(linear: Linear) -> str:
+    return (
+        str(linear.weight.dtype).removeprefix("mlx.core.")
+        if linear.quantization is None
+        else linear.quantization.mode
+    )
 
 
 def _stock(x: mx.array, linear: Linear) -> mx.array:

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 
@@ -25,8 +26,11 @@ def logprob_rows(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array
             "logprob_rows takes logits [R, V] and tokens [R] int32, "
             f"not {logits.shape} and {tokens.shape} {tokens.dtype}."
         )
-    if implementation() == "native":
+    chosen = implementation()
+    if chosen == "native":
         return _native(logits, tokens)
+    if chosen == "cpu":
+        return _cpu(logits, tokens)
     return reference_logprob_rows(logits, tokens)
 
 
@@ -38,6 +42,14 @@ def reference_logprob_rows(logits: mx.array, tokens: mx.array) -> tuple[mx.array
     known = (tokens >= 0) & (tokens < logits.shape[1])
     picked = mx.take_along_axis(logits, mx.where(known, tokens, 0)[:, None], axis=-1)[:, 0]
     return peak[:, 0] + above, mx.where(known, picked - peak[:, 0] - above, mx.nan)
+
+
+def _cpu(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    rows, count = logits.shape
+    totals, picked = (cpu_library.empty((rows,), mx.float32) for _ in range(2))
+    code = cpu_library.TYPES[logits.dtype]
+    cpu_library.call("cpu_logprob", logits, code, tokens, rows, count, totals, picked)
+    return totals, picked
 
 
 def _native(logits: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:

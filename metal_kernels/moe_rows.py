@@ -8,6 +8,7 @@ from functools import reduce
 import mlx.core as mx
 
 from metal_kernels.gather_rows import gather_rows
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation, using
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear
@@ -79,6 +80,8 @@ def _apply(x: mx.array, linear: Linear, chosen: mx.array, gated: bool = False) -
         tensors = linear.weight, linear.scales, linear.biases
         return gather_rows(x, *tensors, chosen, group_size=group_size, bits=bits, gated=gated)
     assert linear.scales is not None
+    if implementation() == "cpu":
+        cpu_library.leave(f"experts of {quantization.mode} weights")
     out = mx.gather_qmm(
         x[:, None, None] if x.ndim == 2 else x[:, :, None],
         linear.weight,

@@ -2,11 +2,13 @@
 
 import mlx.core as mx
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
 
 KERNEL = Kernel("topk_rows", inputs=("values", "ids", "flags"), outputs=("top_values", "top_ids", "finite"))
 THREADS, EACH, MAX_K = 128, 32, 16
+MAX_CPU_K = 64
 NO_IDS, NO_FLAGS = mx.zeros((1,), dtype=mx.int32), mx.zeros((1,), dtype=mx.bool_)
 
 
@@ -20,16 +22,21 @@ def topk_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
     logits, indices [..., R, k] int32, and a scalar bool that is false when any entry is NaN or infinite: such rows
     have no meaningful order, but their indices are still those of entries. Raises ValueError for other k.
 
-    The kernel takes k up to 16 and V up to a million. Beyond, MLX's operations run: nothing is rounded, so the
-    result is the same.
+    The kernel takes k up to 16 and V up to a million, the C text k up to 64. Beyond, MLX's operations run: nothing
+    is rounded, so the result is the same.
     """
     count = logits.shape[-1]
     if not 1 <= k <= count:
         raise ValueError(f"topk_rows finds 1 to V entries of rows with V = {count} entries, not {k}.")
     slices = -(-count // (THREADS * EACH))
-    if implementation() == "native" and k <= MAX_K and slices * k <= THREADS * EACH:
+    chosen = implementation()
+    if chosen == "native" and k <= MAX_K and slices * k <= THREADS * EACH:
         return _native(logits, k, slices)
-    if implementation() == "reference":
+    if chosen == "cpu" and k <= MAX_CPU_K:
+        return _cpu(logits, k)
+    if chosen == "cpu":
+        cpu_library.leave(f"the best {k} of a row")
+    if chosen == "reference":
         return reference_topk_rows(logits, k)
     return _stock(logits, k)
 
@@ -53,6 +60,15 @@ def _stock(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
         mx.take_along_axis(found, order, axis=-1).astype(mx.int32),
         finite,
     )
+
+
+def _cpu(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
+    shape, count = (*logits.shape[:-1], k), logits.shape[-1]
+    values, ids = cpu_library.empty(shape, logits.dtype), cpu_library.empty(shape, mx.int32)
+    finite = cpu_library.empty((), mx.bool_)
+    rows = logits.size // count
+    cpu_library.call("cpu_topk", logits, cpu_library.TYPES[logits.dtype], rows, count, k, values, ids, finite)
+    return values, ids, finite
 
 
 def _native(logits: mx.array, k: int, slices: int) -> tuple[mx.array, mx.array, mx.array]:

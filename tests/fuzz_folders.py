@@ -109,11 +109,13 @@ def edit_json(draw: random.Random, folder: Path, others: list[Path]) -> str:
     inner = content
     for key in path[:-1]:
         inner = inner[key]
-    what = draw.choice(("remove", "change", "change", "other", "swap"))
+    what = draw.choice(("remove", "change", "other", "swap", "scale", "scale"))
     if what == "remove":
         inner.pop(path[-1], None)
     elif what == "change":
         inner[path[-1]] = draw.choice(VALUES)
+    elif what == "scale":
+        inner[path[-1]] = scaled(inner.get(path[-1]), draw.choice((0.5, 2, 10)))
     elif what == "other":
         other = json.loads((draw.choice(others) / "config.json").read_text())
         key = draw.choice(list(other))
@@ -124,6 +126,19 @@ def edit_json(draw: random.Random, folder: Path, others: list[Path]) -> str:
         inner[path[-1]], inner[key] = inner.get(key), inner.get(path[-1])
     file.write_text(json.dumps(content))
     return f"{what} {'.'.join(map(str, path))} of {file.name}: {json.dumps(inner.get(path[-1]))[:60]}"
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """Return another value of the same kind, which a checkpoint could have."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return int(value * factor)
+    if isinstance(value, float):
+        return value * factor
+    if isinstance(value, list):
+        return value[::-1]
+    return value
 
 
 def edit_file(draw: random.Random, folder: Path, others: list[Path]) -> str:
@@ -284,9 +299,10 @@ def fuzz(edits: int, seed: int, place: Path, report: Callable[[str], None]) -> C
         case, edited = draw.choice(every), place / "edited"
         shutil.rmtree(edited, ignore_errors=True)
         shutil.copytree(case.folder, edited)
-        notes = [draw.choice((edit_json, edit_json, edit_file, edit_tensor))(draw, edited, models)]
-        if draw.random() < 0.2:
-            notes.append(edit_json(draw, edited, models) if (edited / "config.json").is_file() else "")
+        edits_now = [edit_json] * (draw.random() < 0.2) + [
+            draw.choice((edit_json, edit_json, edit_file, edit_tensor))
+        ]
+        notes = [edit(draw, edited, models) for edit in edits_now]
         try:
             with seconds(SECONDS):
                 found[run(case, edited, judged)] += 1

@@ -147,8 +147,9 @@ static void attention_part(const void *what, size_t first, size_t last, int thre
 EXPORT void cpu_attention(const void *queries, const void *keys, const void *values, int type, const void *pool,
                           size_t layer_start, const int32_t *pages, const int32_t *lengths,
                           const int32_t *starts, const int32_t *paths, const void *sinks, int sinks_type, void *out,
-                          size_t rows, size_t heads, size_t kv_heads, size_t dim, size_t sequences, size_t pages_each, size_t slots, size_t page_stride,
-                          size_t value_stride, size_t window, int block, float scale, float softcap) {
+                          size_t rows, size_t heads, size_t kv_heads, size_t dim, size_t sequences,
+                          size_t pages_each, size_t slots, size_t page_stride, size_t value_stride, size_t window,
+                          int block, float scale, float softcap) {
   begin_call();
   Attention a = {queries, keys, values, pool, pages, lengths, starts, paths, sinks, out, type, sinks_type, block,
                  rows, heads, kv_heads, dim, sequences, pages_each, slots, layer_start, page_stride, value_stride,

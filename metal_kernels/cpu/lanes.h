@@ -13,10 +13,15 @@
 #error "a CPU with AVX2, FMA and F16C (x86-64), or an arm64 CPU, is needed"
 #endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 enum { VL = 16 };
+#define INSTRUCTIONS "AVX-512"
+#elif defined(__AVX2__)
+enum { VL = 8 };
+#define INSTRUCTIONS "AVX2"
 #else
 enum { VL = 8 };
+#define INSTRUCTIONS "NEON"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -71,6 +76,22 @@ INLINE float total(vf x) {
 }
 
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+INLINE int any(vi mask) {
+  uint64_t words[VL / 2], found = 0;
+  memcpy(words, &mask, sizeof words);
+  for (int i = 0; i < VL / 2; i++) found |= words[i];
+  return found != 0;
+}
+
+// NaN in a lane counts for nothing.
+INLINE float largest_lane(vf x) {
+  float top = -INFINITY;
+  for (int i = 0; i < VL; i++) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 INLINE vf load(int type, const void *p) {
   if (type == F32) {
@@ -217,3 +238,8 @@ INLINE vf exponential(vf x) {
   vu exponent = ((vu)shifted - 0x4b400000u + 127u) << 23;
   return p * (vf)exponent;
 }
+
+// x / (1 + e^-x).
+INLINE vf silu(vf x) { return x / (1.0f + exponential(-x)); }
+
+INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }

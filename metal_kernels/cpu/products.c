@@ -26,6 +26,7 @@ typedef struct {
   Weights weights;
   const float *x;  // [rows, padded depth]
   const void *bias, *residual;
+  const int32_t *places;  // rows of out and residual; NULL: in order
   void *out;
   int type, bias_type, gated;
   size_t rows, padded;
@@ -37,7 +38,6 @@ typedef struct {
   float *groups, *sums;  // groups: room for scales and biases
 } Block;
 
-INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 INLINE size_t rounded_up(size_t count, size_t step) { return (count + step - 1) / step * step; }
 
 INLINE const uint8_t *weight_row(const Weights *w, size_t n) {
@@ -259,13 +259,13 @@ static void finish(const Product *p, size_t n, size_t count, const float *sums, 
   size_t width = p->gated ? p->weights.outputs / 2 : p->weights.outputs;
   for (size_t r = 0; r < p->rows; r++)
     for (size_t j = 0; j < count; j += VL) {
-      size_t here = count - j, place = r * width + n + j;
+      size_t here = count - j, place = (p->places ? (size_t)p->places[r] : r) * width + n + j;
       vf v = load(F32, sums + r * PIECE + j);
       if (p->bias) v += load_some(p->bias_type, at(p->bias_type, p->bias, n + j), here);
       if (p->gated) {
         vf up = load(F32, ups + r * PIECE + j);
         if (p->bias) up += load_some(p->bias_type, at(p->bias_type, p->bias, width + n + j), here);
-        v = v / (1.0f + exponential(-v)) * up;
+        v = silu(v) * up;
       }
       if (p->residual) v += load_some(p->type, at(p->type, p->residual, place), here);
       store_some(p->type, (void *)at(p->type, p->out, place), v, here);
@@ -295,13 +295,10 @@ static size_t chunk_of(size_t outputs) {
 
 static size_t outputs_of(const Product *p) { return p->gated ? p->weights.outputs / 2 : p->weights.outputs; }
 
-// Rows [count, depth] as float32, padded with zeros to whole lanes.
-static const float *widened(int type, const void *x, size_t count, size_t depth, size_t padded) {
-  float *out = shared_scratch(count * padded);
-  for (size_t r = 0; r < count; r++)
-    for (size_t k = 0; k < depth; k += VL)
-      store(F32, out + r * padded + k, load_some(type, at(type, x, r * depth + k), depth - k));
-  return out;
+// Row r of [rows, depth] as float32, padded with zeros to whole lanes.
+static void widen_x(int type, const void *x, size_t r, size_t depth, float *out) {
+  for (size_t k = 0; k < depth; k += VL)
+    store(F32, out + k, load_some(type, at(type, x, r * depth + k), depth - k));
 }
 
 EXPORT void cpu_linear(const void *x, int type, size_t rows, const void *weight, const void *scales,
@@ -313,33 +310,60 @@ EXPORT void cpu_linear(const void *x, int type, size_t rows, const void *weight,
       .bias = bias, .residual = residual, .out = out,
       .type = type, .bias_type = bias_type, .gated = gated, .rows = rows, .padded = rounded_up(depth, VL),
   };
-  p.x = widened(type, x, rows, depth, p.padded);
+  float *wide = shared_scratch(rows * p.padded);
+  for (size_t r = 0; r < rows; r++) widen_x(type, x, r, depth, wide + r * p.padded);
+  p.x = wide;
   run_parts(product_part, &p, outputs_of(&p), chunk_of(outputs_of(&p)));
   end_call();
 }
 
-// Products of single rows with the weights of the experts that they chose.
+// Products of rows with the weights of the experts that they chose. Pairs of a row and an expert are sorted by expert,
+// so that a weight is read once for all rows that chose its expert.
 typedef struct {
-  Product product;
+  Product product;  // x [pairs, padded depth] by expert
   const int32_t *experts;
-  size_t rows_each, chunks, chunk;  // pairs that share a row of x; pieces of the outputs of a pair
+  const int32_t *places, *starts;  // the pairs by expert; where in these each expert that was chosen begins
+  size_t chunks, chunk;            // pieces of the outputs of an expert
 } Gather;
+
+static size_t experts_up_to(const int32_t *experts, size_t pairs) {
+  int32_t most = 0;
+  for (size_t i = 0; i < pairs; i++) most = experts[i] > most ? experts[i] : most;
+  return (size_t)most + 1;
+}
+
+// Writes places [pairs] and starts [chosen + 1]; returns how many experts are chosen. ends: room for ``count`` numbers.
+static size_t sort_by_expert(const int32_t *experts, size_t pairs, size_t count, int32_t *ends, int32_t *places,
+                             int32_t *starts) {
+  size_t chosen = 0;
+  memset(ends, 0, count * sizeof *ends);
+  for (size_t i = 0; i < pairs; i++) ends[experts[i]]++;
+  for (size_t e = 0, end = 0; e < count; e++) {
+    if (ends[e]) starts[chosen++] = (int32_t)end;
+    end += (size_t)ends[e];
+    ends[e] = (int32_t)end;
+  }
+  starts[chosen] = (int32_t)pairs;
+  for (size_t i = pairs; i-- > 0;) places[--ends[experts[i]]] = (int32_t)i;
+  return chosen;
+}
 
 static void gather_part(const void *what, size_t first, size_t last, int thread) {
   const Gather *g = what;
   for (size_t item = first; item < last; item++) {
-    size_t pair = item / g->chunks, n = item % g->chunks * g->chunk, outputs = outputs_of(&g->product);
+    size_t group = item / g->chunks, n = item % g->chunks * g->chunk, start = (size_t)g->starts[group];
     size_t groups = groups_of(&g->product.weights);
-    size_t skipped = (size_t)g->experts[pair] * g->product.weights.outputs;
+    size_t skipped = (size_t)g->experts[g->places[start]] * g->product.weights.outputs;
     Product p = g->product;
     p.weights.numbers = weight_row(&p.weights, skipped);
     if (groups) {
       p.weights.scales = at(p.weights.type, p.weights.scales, skipped * groups);
       p.weights.biases = at(p.weights.type, p.weights.biases, skipped * groups);
     }
-    p.x += pair / g->rows_each * p.padded;
-    p.out = (void *)at(p.type, p.out, pair * outputs);
-    product_part(&p, n, least(n + g->chunk, outputs), thread);
+    p.x += start * p.padded;
+    p.places = g->places + start;
+    p.rows = (size_t)g->starts[group + 1] - start;
+    product_part(&p, n, least(n + g->chunk, outputs_of(&p)), thread);
   }
 }
 
@@ -347,16 +371,21 @@ EXPORT void cpu_gather(const void *x, int type, size_t pairs, size_t rows_each, 
                        const void *weight, const void *scales, const void *biases, int bits, int weight_type,
                        int group, size_t depth, size_t outputs, int gated, void *out) {
   begin_call();
+  size_t padded = rounded_up(depth, VL), count = experts_up_to(experts, pairs);
+  float *wide = shared_scratch(pairs * padded + 2 * pairs + 1 + count);
+  int32_t *places = (int32_t *)(wide + pairs * padded), *starts = places + pairs, *ends = starts + pairs + 1;
+  size_t chosen = sort_by_expert(experts, pairs, count, ends, places, starts);
+  for (size_t i = 0; i < pairs; i++)
+    widen_x(type, x, (size_t)places[i] / rows_each, depth, wide + i * padded);
   Gather g = {
       .product = {
           .weights = {weight, scales, biases, bits, weight_type, group, depth, outputs},
-          .out = out, .type = type, .gated = gated, .rows = 1, .padded = rounded_up(depth, VL),
+          .x = wide, .out = out, .type = type, .gated = gated, .padded = padded,
       },
-      .experts = experts, .rows_each = rows_each,
+      .experts = experts, .places = places, .starts = starts,
   };
-  g.product.x = widened(type, x, pairs / rows_each, depth, g.product.padded);
   g.chunk = chunk_of(outputs_of(&g.product));
   g.chunks = rounded_up(outputs_of(&g.product), g.chunk) / g.chunk;
-  run_parts(gather_part, &g, pairs * g.chunks, 1);
+  run_parts(gather_part, &g, chosen * g.chunks, 1);
   end_call();
 }

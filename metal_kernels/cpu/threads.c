@@ -147,6 +147,9 @@ static void in_child(void) {
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(before_fork, after_fork, in_child); }
 
+EXPORT const char *cpu_instructions(void) { return INSTRUCTIONS; }
+EXPORT int cpu_thread_count(void) { return threads; }
+
 EXPORT void cpu_threads(int count) {
   begin_call();
   pthread_mutex_lock(&lock);

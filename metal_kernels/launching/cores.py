@@ -1,10 +1,22 @@
-"""How many cores this process may use."""
+"""How many threads compute: as the user says, else as many as this process may use cores."""
 
 import os
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+VARIABLE = "MLX_SPEC_THREADS"
+MAX_THREADS = 256
+
+
+def wanted_threads() -> int:
+    """Return the threads that the environment asks for, else ``usable_cores``. Raises ValueError for no number."""
+    asked = os.environ.get(VARIABLE, "")
+    if not asked:
+        return usable_cores()
+    if not asked.isascii() or not asked.isdigit() or not 1 <= int(asked) <= MAX_THREADS:
+        raise ValueError(f"{VARIABLE} is {asked!r}; it takes a whole number from 1 to {MAX_THREADS}.")
+    return int(asked)
 
 
 def usable_cores() -> int:

@@ -11,12 +11,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.launching.cores import usable_cores
+from metal_kernels.launching.cores import wanted_threads
 from metal_kernels.launching.cpu_build import BuildError, built
 from metal_kernels.launching.launch import note_launch
 
+# What the library does not take, in words, where it was asked to.
+_left: dict[str, None] = {}
 # The library's numbers of the types.
 TYPES = {mx.bfloat16: 0, mx.float16: 1, mx.float32: 2}
+NUMPY_TYPES: dict[mx.Dtype, Any] = {
+    mx.float16: np.float16,
+    mx.float32: np.float32,
+    mx.int32: np.int32,
+    mx.bool_: np.bool_,
+}
 LETTERS: dict[str, Any] = {"p": c.c_void_p, "i": c.c_int, "n": c.c_size_t, "f": c.c_float}
 # Arguments by letters: addresses, ints, sizes, floats.
 FUNCTIONS = {
@@ -25,15 +33,30 @@ FUNCTIONS = {
     "cpu_rms_norm": "pi pi nn f p",
     "cpu_norm_rope": "pi pp i pp pp nnnnnn ii ff",
     "cpu_attention": "ppp i pn pppp pi p nnnn nnnnn n i ff",
+    "cpu_argmax": "pi nn pp",
+    "cpu_topk": "pi nnn ppp",
+    "cpu_logprob": "pi p nn pp",
+    "cpu_accept": "pn p pn pn pn pn p p",
+    "cpu_dynamic_conv": "pi pi pi p nnn nnnn p",
+    "cpu_causal_conv": "ppp ppp i pp pi nn nn nn nn pppp",
+    "cpu_gated_delta": "ppp pi pi pp pp pi pi pp i pi pi pp n nn nn nn nn pp",
     "cpu_threads": "i",
 }
 
 
 def missing() -> str | None:
-    """Return None where the library runs, else a sentence that says what it lacks."""
+    """Return None where the library runs, else a sentence that says what it lacks.
+
+    Raises ValueError for a number of threads in the environment that is none.
+    """
     if mx.default_device().type != mx.DeviceType.cpu:
         return f"The CPU library needs MLX's device to be a CPU, not {mx.default_device()}."
     return _loaded()[1]
+
+
+def known_failure() -> str | None:
+    """Return why the library does not run, if it was looked for and does not."""
+    return _loaded()[1] if _loaded.cache_info().currsize else None
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -46,6 +69,18 @@ def call(name: str, *arguments: Any) -> None:
 def set_threads(count: int) -> None:
     """Compute with so many threads, the caller included, instead of one for each core that may be used."""
     _loaded()[0].cpu_threads(count)
+
+
+def leave(what: str) -> None:
+    """Remember for ``in_words`` that MLX's operations did something in the library's place."""
+    _left[what] = None
+
+
+def in_words() -> str:
+    """Say what the library was compiled for, how many threads compute, and what it left to MLX so far."""
+    library, left = _loaded()[0], f"; by MLX: {', '.join(sorted(_left))}" if _left else ""
+    count = library.cpu_thread_count()
+    return f"C for {library.cpu_instructions().decode()}, {count} thread{'s' if count > 1 else ''}{left}"
 
 
 def dense(x: Any) -> mx.array:
@@ -84,7 +119,8 @@ def _loaded() -> tuple[Any, str | None]:
         function = getattr(library, name)
         function.argtypes = [LETTERS[letter] for letter in letters.replace(" ", "")]
         function.restype = None
-    library.cpu_threads(usable_cores())
+    library.cpu_instructions.restype, library.cpu_thread_count.restype = c.c_char_p, c.c_int
+    library.cpu_threads(wanted_threads())
     return library, None
 
 
@@ -137,4 +173,4 @@ def _template(shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
     """Return what ``mx.array`` makes a new array of. Its zeros are pages that the system never fills."""
     if dtype == mx.bfloat16:
         return _Template(shape)
-    return np.zeros(shape, {mx.float16: np.float16, mx.float32: np.float32}[dtype])
+    return np.zeros(shape, NUMPY_TYPES[dtype])

@@ -7,13 +7,16 @@ composition of them where it has none: on the CPU its rows are independent too (
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Literal, cast, get_args
 
+from metal_kernels.launching import cpu_library
 from metal_kernels.launching.cpu_library import missing
-from metal_kernels.launching.launch import can_launch, is_emulated
+from metal_kernels.launching.launch import can_launch, is_emulated, runs_on_cuda
 
 Implementation = Literal["native", "stock", "reference", "cpu"]
 VARIABLE = "MLX_SPEC_KERNELS"
@@ -26,8 +29,8 @@ _wanted: ContextVar[Implementation | None] = ContextVar("wanted", default=None)
 def implementation() -> Implementation:
     """Return what runs now: what ``using`` or the environment asks for, else the best that this machine can.
 
-    That is native on a GPU, and cpu on a CPU where the library compiles. Raises ValueError for an unknown name,
-    and for cpu where it does not run.
+    That is native on a GPU, and cpu on a CPU where the library compiles; where it does not, a warning says so
+    once. Raises ValueError for an unknown name or number of threads, and for cpu where it does not run.
     """
     wanted = _wanted.get() or os.environ.get(VARIABLE) or None
     if wanted not in (None, *NAMES):
@@ -35,7 +38,9 @@ def implementation() -> Implementation:
     if wanted in (None, "native") and can_launch():
         return "native"
     if wanted is None:
-        return "stock" if missing() else "cpu"
+        if reason := missing():
+            _warn(f"{reason} MLX's own operations run in its place; on a CPU they take several times as long.")
+        return "stock" if reason else "cpu"
     if wanted == "cpu" and (reason := missing()):
         raise ValueError(f"{VARIABLE} asks for cpu. {reason}")
     return "stock" if wanted == "native" else cast(Implementation, wanted)
@@ -49,6 +54,23 @@ def is_traceable() -> bool:
 def is_eager() -> bool:
     """Whether operations are computed when they are called: those of the CPU library."""
     return implementation() == "cpu"
+
+
+def in_words(chosen: Implementation) -> str:
+    """Say for people what an implementation is on this machine, and where it is not the best one, why."""
+    if chosen == "cpu":
+        return f"cpu ({cpu_library.in_words()})"
+    if chosen == "native":
+        return f"native ({'emulated' if is_emulated() else 'CUDA' if runs_on_cuda() else 'Metal'})"
+    if chosen == "reference":
+        return "reference (plain formulas)"
+    reason = cpu_library.known_failure()
+    return f"stock (MLX's own operations{'' if reason is None else f': {reason}'})"
+
+
+@cache
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=3)
 
 
 @contextmanager

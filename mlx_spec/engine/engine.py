@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from time import perf_counter
 from typing import Any, TypeVar, overload
 
-from metal_kernels.launching.implementations import Implementation, implementation, using
+from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.engine.costs import Costs
@@ -66,7 +66,7 @@ class Engine:
             rule_for(request.sampling, self.target.vocab_size),
             self._policy(request),
             list(request.prompt),
-            Statistics(exactness=self.exactness),
+            Statistics(exactness=self.exactness, kernels=in_words(self.kernels)),
         )
         with using(self.kernels):
             try:
@@ -169,6 +169,8 @@ class Engine:
         try:
             with using(self.kernels):
                 rounds = self._rounds(running, answering)
+            for generation in running:
+                generation.statistics.kernels = in_words(self.kernels)
             return result([rounds.get(generation) or Round() for generation in generations])
         except BaseException:
             for snapshot in before:

@@ -34,6 +34,7 @@ class Statistics:
     depth_reason: why the depth is what it is, in words.
     drafter_failure: why drafting ended, if it did.
     exactness: of the engine.
+    kernels: what ran its operations, in words.
     """
 
     prompt_tokens: int = 0
@@ -53,6 +54,7 @@ class Statistics:
     depth_reason: str = ""
     drafter_failure: str = ""
     exactness: Exactness = NOT_CHECKED
+    kernels: str = ""
 
     def copy(self) -> "Statistics":
         """Return an independent copy."""
@@ -142,6 +144,7 @@ class Statistics:
             "verify_seconds": round(self.verify_seconds, 4),
             "depth_reason": self.depth_reason,
             "drafter_failure": self.drafter_failure,
+            "kernels": self.kernels,
             "exact": self.exactness.holds,
             "exact_reason": self.exactness.reason,
         }
@@ -166,5 +169,7 @@ class Statistics:
             lines.append(f"Draft depth: {self.depth_reason}")
         if self.drafter_failure:
             lines.append(f"Drafting stopped: {self.drafter_failure}")
+        if self.kernels:
+            lines.append(f"Kernels: {self.kernels}")
         lines.append(f"Exact: {'yes' if self.exactness.holds else 'no'}, {self.exactness.reason}")
         return "\n".join(lines)

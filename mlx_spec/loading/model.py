@@ -9,13 +9,15 @@ from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
+import transformers
 from mlx import nn
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_spec.checkpoints.config import read_json
 from mlx_spec.checkpoints.tensors import INDEX, read_files, read_index
 from mlx_spec.errors import DrafterMismatch, ModelError, ModelWarning, UnsupportedModel
-from mlx_spec.target.model_config import ModelConfig
+from mlx_spec.target.families import family_of
+from mlx_spec.target.model_config import ModelConfig, class_of
 
 # mlx-lm reads these files, and their metadata, from a folder.
 WEIGHTS = "model*.safetensors"
@@ -123,6 +125,7 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], name: str, settings:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / file).exists():
             read_json(folder / file, name, ModelError)
+    settings = {"config": tokenizer_hints(folder, config, name), **settings}
     try:
         return load_tokenizer(folder, settings, eos_token_ids=end_tokens(folder, config, name))
     except Exception as error:
@@ -134,6 +137,19 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], name: str, settings:
         raise ModelError(
             f"{name}: its tokenizer cannot be loaded ({shorten(str(error) or repr(error), 400)})."
         ) from error
+
+
+def tokenizer_hints(folder: Path, config: Mapping[str, Any], name: str) -> Any:
+    """Return what transformers takes from ``config.json`` to choose a tokenizer's class, and nothing else of it.
+
+    Read whole, a value that no tokenizer needs could refuse the load, and a model type of mlx-lm's alone is warned
+    of.
+    """
+    family = family_of(config, name)
+    known = family.model_type in transformers.CONFIG_MAPPING
+    hints = transformers.CONFIG_MAPPING[family.model_type]() if known else class_of(family)()
+    hints.tokenizer_class, hints.name_or_path = config.get("tokenizer_class"), str(folder)
+    return hints
 
 
 def end_tokens(folder: Path, config: Mapping[str, Any], name: str) -> list[int]:

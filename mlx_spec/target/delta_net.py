@@ -20,6 +20,7 @@ from metal_kernels import (
     gated_delta_advance,
     gated_delta_replay,
     linear_rows,
+    rms_norm_rows,
 )
 from metal_kernels.launching.implementations import implementation, using
 from mlx_spec.target.batch_layout import PassContext, is_prompt
@@ -133,7 +134,7 @@ class DeltaNet:
     def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
         """Norm heads [R, Hv, Dv] and multiply them by silu(z) in float32, as mlx-lm does: [R, Hv * Dv]."""
         z = projected[:, self.heads.channels : self.gates.b_column].reshape(mixed.shape)
-        normed = mx.fast.rms_norm(mixed, self.norm, self.eps)
+        normed = rms_norm_rows(mixed, self.norm, self.eps)
         gated = nn.silu(z.astype(mx.float32)) * normed.astype(mx.float32)
         return gated.astype(projected.dtype).reshape(mixed.shape[0], -1)
 

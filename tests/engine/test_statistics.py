@@ -16,6 +16,7 @@ def example() -> Statistics:
     statistics.count_round(drafted=0, accepted=0, emitted=1)
     statistics.depth_reason = "fixed at 3"
     statistics.exactness = Exactness(True, "rows were compared")
+    statistics.kernels = "cpu (C for AVX2, 2 threads)"
     return statistics
 
 
@@ -73,6 +74,7 @@ def test_as_dict_survives_json() -> None:
     assert (found["timed_rounds"], found["draft_seconds"], found["verify_seconds"]) == (2, 0.1, 0.6)
     assert found["depth_reason"] == "fixed at 3"
     assert (found["exact"], found["exact_reason"]) == (True, "rows were compared")
+    assert found["kernels"] == "cpu (C for AVX2, 2 threads)"
 
 
 def test_the_summary_for_people() -> None:
@@ -84,6 +86,7 @@ def test_the_summary_for_people() -> None:
         "Time: draft 12%, verify 75%, host 12%",
         "Without drafting: 1 of 3 rounds",
         "Draft depth: fixed at 3",
+        "Kernels: cpu (C for AVX2, 2 threads)",
         "Exact: yes, rows were compared",
     ]
 

@@ -12,7 +12,7 @@ from metal_kernels.launching.implementations import using
 from metal_kernels.launching.launch import launching
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param

@@ -15,7 +15,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SLICE = 8192
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param

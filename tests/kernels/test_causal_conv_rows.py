@@ -28,7 +28,7 @@ SMALL = Heads(2, 32, 3, 64)
 QWEN = Heads(1, 128, 3, 128)
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param
@@ -112,6 +112,19 @@ def test_the_reference_equals_the_formula() -> None:
     x, state, weight = inputs(5)
     got = reference_causal_conv_rows(x, state, weight, SMALL)
     assert_close(got, formula(x, state[0], weight, SMALL), mx.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(dtype: mx.Dtype) -> None:
+    x, state, weight = inputs(16, QWEN, dtype)
+    wanted, distances = formula(x, state[0], weight, QWEN), {}
+    for chosen in ("cpu", "stock"):
+        with using(chosen):
+            got = causal_conv_rows(x, state, weight, QWEN)
+        distances[chosen] = [
+            np.abs(float64(part) - expected).mean() for part, expected in zip(got, wanted, strict=True)
+        ]
+    assert all(ours <= 1.001 * stock for ours, stock in zip(distances["cpu"], distances["stock"], strict=True))
 
 
 def test_rows_of_zeros_stay_zeros(implementation: str) -> None:

@@ -16,7 +16,7 @@ ONE_ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 MANY_ROUNDINGS = {mx.float32: 2e-6, mx.float16: 1e-2, mx.bfloat16: 8e-2}
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param
@@ -72,6 +72,18 @@ def test_a_side_and_a_residual(side: int, scale: float, dtype: mx.Dtype, chosen:
     base, dynamic = random(2, 2, 2, 320, dtype=dtype), random(3, 5, 2, 2, 20, dtype=dtype)
     expected = float64(residual) + formula(float64(x), float64(base)[side], float64(dynamic)[:, side])
     check(dynamic_conv(x, base, dynamic, residual, side), expected, chosen, dtype, max(scale, 1))
+
+
+@pytest.mark.parametrize("chosen", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", ONE_ROUNDING)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(chosen: str, dtype: mx.Dtype) -> None:
+    x, base = random(1, 16, 320, dtype=dtype), random(2, 3, 320, dtype=dtype)
+    dynamic = random(3, 16, 3, 20, dtype=dtype)
+    ours = dynamic_conv(x, base, dynamic, x)
+    with using("stock"):
+        stock = dynamic_conv(x, base, dynamic, x)
+    wanted = float64(x) + formula(float64(x), float64(base), float64(dynamic))
+    assert np.abs(float64(ours) - wanted).mean() <= 1.001 * np.abs(float64(stock) - wanted).mean()
 
 
 def test_blocks_side_by_side_do_not_mix() -> None:

@@ -32,7 +32,7 @@ QWEN = (1, 3, 128, 128)
 SMALL = (2, 4, 64, 32)
 
 
-@pytest.fixture(params=["native", "stock", "reference"])
+@pytest.fixture(params=["native", "stock", "reference", "cpu"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param
@@ -138,6 +138,20 @@ def test_equals_the_recurrence(
     replayed = gated_delta_replay(new, state, accepted(rows, rows))
     assert replayed.dtype == mx.float32
     assert_close(replayed, after[None], TOLERANCE[mx.float32])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(dtype: mx.Dtype) -> None:
+    q, new = inputs(16, QWEN, dtype)
+    state = states(1, QWEN)
+    wanted, after = recurrence(q, new, float64(state)[0])
+    distances = {}
+    for chosen in ("cpu", "stock"):
+        with using(chosen):
+            got = gated_delta_rows(q, new, state)
+            replayed = gated_delta_replay(new, state, accepted(16, 16))
+        distances[chosen] = np.abs(float64(got) - wanted).mean(), np.abs(float64(replayed)[0] - after).mean()
+    assert all(ours <= 1.001 * stock for ours, stock in zip(distances["cpu"], distances["stock"], strict=True))
 
 
 def test_the_reference_equals_the_recurrence() -> None:

@@ -15,7 +15,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 SLICE = 8192
 
 
-@pytest.fixture(params=["native", "stock", "reference"], autouse=True)
+@pytest.fixture(params=["native", "stock", "reference", "cpu"], autouse=True)
 def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
     with launching(launcher), using(request.param):
         yield request.param
@@ -50,6 +50,18 @@ def test_many_slices(count: int, chosen: str) -> None:
     """MLX's own sum of this many entries is less exact."""
     logits = mx.random.normal((2, count), key=mx.random.key(0)).astype(mx.bfloat16)
     check(logits, tolerance=1e-6 if chosen == "native" else 5e-6)
+
+
+@pytest.mark.parametrize("chosen", ["cpu"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_library_is_no_further_from_float64_than_stock(chosen: str, dtype: mx.Dtype) -> None:
+    logits = (2 * mx.random.normal((16, 49_152), key=mx.random.key(4))).astype(dtype)
+    tokens = mx.arange(16, dtype=mx.int32) * 3000
+    ours = logprob_rows(logits, tokens)
+    with using("stock"):
+        stock = logprob_rows(logits, tokens)
+    for got, other, wanted in zip(ours, stock, formula(logits, tokens), strict=True):
+        assert np.abs(np.array(got) - wanted).mean() <= 1.001 * np.abs(np.array(other) - wanted).mean()
 
 
 @pytest.mark.parametrize("offset", [-3e4, 3e4])
