@@ -173,8 +173,11 @@ def check_sizes(given: Settings) -> None:
 
 def head_size(given: Settings, family: Family) -> int:
     """Return the size of an attention head. Raises the error of the settings for one that is not run."""
-    divided = given.count("hidden_size") // given.count("num_attention_heads")
-    size = given.count("head_dim", class_of(family)().to_dict().get("head_dim", divided))
+    width, heads = given.count("hidden_size"), given.count("num_attention_heads")
+    divided = width // heads
+    # Some classes have a number of their own where none is given, and some divide.
+    default = class_of(family)(hidden_size=width, num_attention_heads=heads).to_dict().get("head_dim")
+    size = given.count("head_dim", default or divided)
     if size != divided and "head_dim" not in argument_names(family):
         raise given.refusal("head_dim", f"hidden_size / num_attention_heads ({divided}) in {family.model_type}")
     if size % 2:
