@@ -1,8 +1,8 @@
 // Calls every function of the CPU library over random arrays of their exact sizes, and compares a row that was computed
-// among others with the same row alone, bit by bit; from two threads, and after a fork. Prints a sum of what each
+// among others with the same row alone, bit by bit; from two callers, and after a fork. Prints a sum of what each
 // operation gave, by type, so that builds for different CPUs can be compared.
 //
-// driver CASES [--no-fork]
+// driver CASES [--one-caller]
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -344,7 +344,8 @@ static void causal_conv(int type) {
   cpu_causal_conv(x, s.first, s.count, NULL, NULL, NULL, type, state, s.slots, weight, weight_type, width, column, taps,
                   2, key_heads, key, value_heads, value, q, k, v, NULL);
   cpu_causal_conv(shifted(x, type, row * width), s.zero, s.one, x, s.old_first, s.old_count, type, state, s.slot,
-                  weight, weight_type, width, column, taps, 1, key_heads, key, value_heads, value, q1, k1, v1, advanced);
+                  weight, weight_type, width, column, taps, 1, key_heads, key, value_heads, value, q1, k1, v1,
+                  advanced);
   cpu_causal_conv(NULL, NULL, NULL, x, s.old_first, s.old_count, type, state, s.slot, NULL, 0, width, column, taps, 1,
                   key_heads, key, value_heads, value, NULL, NULL, NULL, replayed);
   expect(shifted(q, type, row * keys), q1, keys * size_of(type), row);
@@ -420,15 +421,16 @@ static void *all_cases(void *what) {
 int main(int count, char **words) {
   static Run mine, others, childs;
   mine.cases = others.cases = childs.cases = count > 1 ? (size_t)atol(words[1]) : 3000;
+  int is_one_caller = count > 2 && !strcmp(words[2], "--one-caller");
   pthread_t other;
-  pthread_create(&other, NULL, all_cases, &others);
+  if (!is_one_caller) pthread_create(&other, NULL, all_cases, &others);
   all_cases(&mine);
-  pthread_join(other, NULL);
+  if (!is_one_caller) pthread_join(other, NULL);
   for (size_t o = 0; o < OPERATIONS; o++)
     for (size_t t = 0; t < TYPES; t++) printf("%s %s %.17g\n", operations[o].name, type_names[t], mine.sums[o][t]);
   fflush(stdout);
-  if (memcmp(mine.sums, others.sums, sizeof mine.sums)) return puts("two threads differ"), 1;
-  if (count > 2 && !strcmp(words[2], "--no-fork")) return 0;
+  if (is_one_caller) return 0;
+  if (memcmp(mine.sums, others.sums, sizeof mine.sums)) return puts("two callers differ"), 1;
   pid_t child = fork();
   if (child == 0) {
     all_cases(&childs);

@@ -62,7 +62,7 @@ def sums(line: list[str], cases: int, *flags: str, **environment: str) -> dict[s
 
 @pytest.mark.parametrize("march", BUILDS)
 def test_a_row_among_others_has_the_bits_of_the_row_alone(march: str, driver: Callable[[str], Path]) -> None:
-    assert len(sums([str(driver(march))], CASES, "--no-fork")) == 30
+    assert len(sums([str(driver(march))], CASES, "--one-caller")) == 30
 
 
 def test_builds_for_different_cpus_differ_by_roundings_alone(driver: Callable[[str], Path]) -> None:
@@ -95,4 +95,4 @@ def test_an_arm64_cpu_gives_the_same_up_to_roundings(tmp_path: Path, driver: Cal
         pytest.skip(f"needs {ARM_EMULATOR}")
     arm = compiled(tmp_path / "arm", "", "-O1", "-static", compiler=ARM_COMPILER)
     here = sums([str(driver(next(iter(BUILDS))))], FEW_CASES)
-    assert sums([ARM_EMULATOR, str(arm)], FEW_CASES, "--no-fork") == pytest.approx(here, rel=LIKE)
+    assert sums([ARM_EMULATOR, str(arm)], FEW_CASES, "--one-caller") == pytest.approx(here, rel=LIKE)
