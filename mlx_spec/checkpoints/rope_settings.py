@@ -58,9 +58,9 @@ def read_rope(
         scaling = longrope(rope, layer, dims, max_positions)
     else:
         scaling = readers[kind](rope, max_positions) if kind in readers else {}
-    return RopeSettings(
-        dims, theta.positive("rope_theta", base), {"rope_type": kind, **scaling} if scaling else None
-    )
+    if (base := theta.positive("rope_theta", base)) <= 1:
+        raise theta.refusal("rope_theta", "a number above 1")
+    return RopeSettings(dims, base, {"rope_type": kind, **scaling} if scaling else None)
 
 
 def of_layer(rope: Settings, layer_type: str) -> Settings:

@@ -32,6 +32,10 @@ HARMLESS_PARTS = (
 )
 
 
+# Of whole numbers: kernels count in 32 bits.
+LARGEST = (1 << 31) - 1
+
+
 @dataclass(frozen=True)
 class Settings:
     """The keys and values of a ``config.json``, or of an object in it. Null counts as missing.
@@ -59,12 +63,13 @@ class Settings:
         return self.get(key) is not None
 
     def whole(self, key: str, missing: int | None = None, least: int = 0) -> int:
-        """Return a whole number of at least ``least``."""
+        """Return a whole number from ``least`` to what 32 bits hold."""
         value = self._given(key, missing)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not is_whole(value) or value < least:
-            raise self.refusal(key, f"a whole number of at least {least}")
+        if not is_whole(value) or not least <= value <= LARGEST:
+            most = f" and at most {LARGEST}" if is_whole(value) and value > LARGEST else ""
+            raise self.refusal(key, f"a whole number of at least {least}{most}")
         return int(value)
 
     def count(self, key: str, missing: int | None = None) -> int:

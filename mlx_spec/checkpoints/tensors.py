@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -84,7 +85,7 @@ def read_file(path: Path, name: str) -> dict[str, mx.array]:
             )
         loaded = mx.load(str(path), format="safetensors")
     except (OSError, RuntimeError, ValueError) as error:
-        reason = "it is empty" if path.is_file() and not path.stat().st_size else error
+        reason = "it is empty" if path.is_file() and not path.stat().st_size else shorten(str(error), 200)
         raise DrafterMismatch(f"{name}: {path.name} cannot be read ({reason}); download it again.") from None
     assert isinstance(loaded, dict)
     return loaded
@@ -127,7 +128,9 @@ def load_tensors(module: nn.Module, tensors: dict[str, mx.array], name: str) -> 
     try:
         nn.quantize(module, class_predicate=lambda path, m: _quantization(path, m, tensors))
     except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise DrafterMismatch(f"{name}: its quantised tensors do not fit together ({error}).") from None
+        raise DrafterMismatch(
+            f"{name}: its quantised tensors do not fit together ({shorten(str(error), 200)})."
+        ) from None
     expected = dict(tree_flatten(module.parameters()))
     check_tensors(expected, tensors, name)
     module.load_weights(list(tensors.items()))

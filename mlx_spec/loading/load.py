@@ -1,5 +1,6 @@
 """From names to loaded models: the target, its tokenizer and its drafter, in an engine."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
 from mlx_spec.engine import Engine
-from mlx_spec.errors import ModelError, RequestError, UnsupportedModel
+from mlx_spec.errors import ModelError, ModelWarning, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
 from mlx_spec.loading.drafter import AUTO, drafter_name, is_drafter, load_drafter
 from mlx_spec.loading.model import read_model, read_tokenizer
+from mlx_spec.loading.published_drafters import drafter_hint
 from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
 from mlx_spec.measure.costs import measured_costs
 from mlx_spec.measure.exactness import OFF, checked_exactness
@@ -90,6 +92,8 @@ def load(
             found = load_drafter(name, target, source, options, progress, optional)
         label = name if ids is None else f"{name}, {len(ids)} draft tokens"
         label = label if draft_bits is None else f"{label}, {draft_bits} bits"
+    elif drafter == AUTO and (hint := drafter_hint(config, model)):
+        warnings.warn(hint, ModelWarning, stacklevel=2)
     bound = None if found is None else found.drafter
     with using(kernels):
         costs = None if bound is None else measured_costs(target, bound, label, progress)

@@ -34,10 +34,12 @@ def read_model(folder: Path, config: Mapping[str, Any], name: str) -> nn.Module:
     Raises ModelError, in a sentence that names the file or the key, for what cannot be read or run.
     """
     check_quantization(config, name)
-    tensors = weight_names(folder, name)
-    has_head = any(tensor.endswith("lm_head.weight") for tensor in tensors)
-    settings = ModelConfig.read(config, name, has_head)
+    tensors = read_weights(folder, name)
+    head = next((value for tensor, value in tensors.items() if tensor.endswith("lm_head.weight")), None)
+    settings = ModelConfig.read(config, name, head is not None)
     settings.warn(name)
+    if head is not None and settings.is_tied:
+        warn_of_other_head(head, tensors, name)
     try:
         with plain_name(folder) as place:
             model, _ = load_model(place, lazy=True, model_config=settings.arguments)
@@ -49,8 +51,20 @@ def read_model(folder: Path, config: Mapping[str, Any], name: str) -> nn.Module:
     return model
 
 
-def weight_names(folder: Path, name: str) -> set[str]:
-    """Return the names of the tensors of a model.
+def warn_of_other_head(head: mx.array, tensors: Mapping[str, mx.array], name: str) -> None:
+    """Give a ModelWarning where an output head is left out, as ``config.json`` says, that is not the embedding."""
+    embedding = next((value for tensor, value in tensors.items() if tensor.endswith("embed_tokens.weight")), head)
+    if head.shape != embedding.shape or not mx.array_equal(head, embedding):
+        warnings.warn(
+            f"{name}: config.json sets tie_word_embeddings, so lm_head.weight is left out, although it differs "
+            "from the embedding.",
+            ModelWarning,
+            stacklevel=3,
+        )
+
+
+def read_weights(folder: Path, name: str) -> dict[str, mx.array]:
+    """Return the tensors of a model, lazily.
 
     Raises ModelError where files are missing or broken.
     """
@@ -66,7 +80,7 @@ def weight_names(folder: Path, name: str) -> set[str]:
         raise ModelError(str(error)) from None
     if missing := sorted({*shards} - {path.name for path in files}):
         raise ModelError(f"{name}: {INDEX} names {', '.join(missing)}, which is not there; download it again.")
-    return {*tensors}
+    return tensors
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class ModelConfig:
     context: the most positions of a sequence.
     windows: of each layer, how many of the newest positions its attention sees; None for all.
     rope: the position encoding.
+    is_tied: whether the embedding is the output head.
     unknown: keys that are set and that nothing here knows.
     """
 
@@ -106,6 +107,7 @@ class ModelConfig:
     context: int
     windows: tuple[int | None, ...]
     rope: Rope
+    is_tied: bool
     unknown: tuple[str, ...]
 
     @staticmethod
@@ -127,19 +129,21 @@ class ModelConfig:
         check_fixed(given, values, family)
         context = stretched_context(rope, positions)
         windows = [window if window and window < context else None for window in windows_of(given, values, family)]
+        tied = is_tied(config, has_head)
         own = {
             **PLAIN_ROPE,
             "head_dim": size,
             "layer_types": ["full_attention"] * len(windows),
             "sliding_window": None,
             "full_attention_interval": attention_interval(given, values),
-            "tie_word_embeddings": is_tied(config, has_head),
+            "tie_word_embeddings": tied,
         }
         return ModelConfig(
             arguments=merged(config, {**values, **own}),
             context=context,
             windows=tuple(windows),
             rope=build_rope(rope, positions, given.flag("rope_traditional", False)),
+            is_tied=tied,
             unknown=tuple(unknown_keys(config, given, family)),
         )
 
@@ -169,8 +173,11 @@ def check_sizes(given: Settings) -> None:
 
 def head_size(given: Settings, family: Family) -> int:
     """Return the size of an attention head. Raises the error of the settings for one that is not run."""
-    divided = given.count("hidden_size") // given.count("num_attention_heads")
-    size = given.count("head_dim", class_of(family)().to_dict().get("head_dim", divided))
+    width, heads = given.count("hidden_size"), given.count("num_attention_heads")
+    divided = width // heads
+    # Some classes have a number of their own where none is given, and some divide.
+    default = class_of(family)(hidden_size=width, num_attention_heads=heads).to_dict().get("head_dim")
+    size = given.count("head_dim", default or divided)
     if size != divided and "head_dim" not in argument_names(family):
         raise given.refusal("head_dim", f"hidden_size / num_attention_heads ({divided}) in {family.model_type}")
     if size % 2:

@@ -23,7 +23,7 @@ GOOD = {
     "texts": ([], ["a", "b"]),
 }
 BAD = {
-    "whole": (-1, 1.5, "3", True, [3], {}, float("inf")),
+    "whole": (-1, 1 << 31, 1.5, "3", True, [3], {}, float("inf")),
     "count": (0, -1, 1.5, "3", True, [3], {}),
     "number": ("1", True, [1.0], {}, float("nan"), float("inf")),
     "positive": (0, -1, "1", True, [1.0], float("nan")),

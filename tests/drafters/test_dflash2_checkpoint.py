@@ -237,6 +237,12 @@ def test_a_drafter_for_another_target_is_refused(
     refuse(write_drafter(tmp_path, dflash2_config(**changes), tensors), target, match)
 
 
+def test_more_layers_than_tensors_are_refused_before_they_are_built(tmp_path: Path, target: Any) -> None:
+    config = dflash2_config(num_hidden_layers=200, layer_types=...)
+    folder = write_drafter(tmp_path, config, random_tensors(dflash2_config()))
+    refuse(folder, target, "num_hidden_layers of config.json is 200, and its files hold tensors of 2 layers")
+
+
 def test_draft_tokens_may_come_in_any_order(tmp_path: Path, target: Any) -> None:
     """The order decides between equal draft logits only, and random ones are not equal."""
     some, tensors = list(range(0, 96, 3)), random_tensors(dflash2_config())

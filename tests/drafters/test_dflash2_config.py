@@ -475,12 +475,13 @@ def test_head_dim_may_be_left_out() -> None:
 
 COUNTS = {*NEEDED, "head_dim", "num_target_layers", "vocab_size"} - {"rms_norm_eps", "mask_token_id"}
 WRONG = {
-    **dict.fromkeys(COUNTS, (0, -1, 2.5, "8", [8], True, {})),
+    **dict.fromkeys(COUNTS, (0, -1, 2.5, "8", [8], True, {}, 1e30)),
     "mask_token_id": (-1, "95", [95], 1.5, True),
     "rms_norm_eps": (0, -1e-6, "small", [1e-6], True, float("nan")),
-    "block_size": (0, 1, "8", [8]),
+    "block_size": (0, 1, "8", [8], 129, 10**30),
     "conv_group_size": (0, 48, "16"),
     "num_key_value_heads": (0, 3, "2"),
+    "num_hidden_layers": (0, "2", 257, 10**9),
     "is_causal": (0, "yes", [False]),
     "layer_types": (7, {"a": 1}, [1, 2]),
     "target_layer_ids": ("0", 3, [0, "2"], [0.5], {"0": 1}),

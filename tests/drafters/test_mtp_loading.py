@@ -277,7 +277,7 @@ WRONG = {
         ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"), (0, "64", [64], 1.5)
     ),
     "num_key_value_heads": (0, 3, "2"),
-    "head_dim": (0, "16", -16),
+    "head_dim": (0, "16", -16, 1e30),
     "rms_norm_eps": (0, -1e-6, "small", [1e-6], True),
     "max_position_embeddings": (0, -1, "512", [512]),
     "rope_theta": (0, "10000", [1e4]),

@@ -183,6 +183,20 @@ def test_a_family_that_is_not_run(plain: Path, tmp_path: Path) -> None:
         load(str(edited(copied(plain, tmp_path / "m"), model_type=["llama"])), None)
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_head_beside_tied_embeddings(tmp_path: Path, is_same: bool) -> None:
+    """Left out as mlx-lm does; said where that changes the text."""
+    folder = edited(write_model(tmp_path / "m"), tie_word_embeddings=True)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    if is_same:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        tokens(folder)
+    else:
+        with pytest.warns(ModelWarning, match=r"lm_head\.weight is left out"):
+            tokens(folder)
+
+
 def test_a_chat_template_may_lie_in_chat_template_json_alone(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     settings = json.loads((folder / "tokenizer_config.json").read_text())

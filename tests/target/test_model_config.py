@@ -331,6 +331,7 @@ REFUSED = [
     ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ("qwen2", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("qwen2", {"rope_theta": "1e6"}, "rope_theta"),
+    ("qwen2", {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta"),
     ("llama", {"rope_parameters": [1]}, "rope_parameters"),
     (
         "llama",

@@ -47,6 +47,8 @@ HARMLESS = {
     *("use_sliding_window", "max_window_layers", "target_hidden_size", "num_anchors"),
     *("swa_window_size", "mask_token", "target_model", "target_model_type"),
 }
+# Of a block, and of a drafter; published ones have 7 to 16 rows and 3 to 8 layers.
+MOST_ROWS, MOST_LAYERS = 128, 256
 # Keys that configurations of other drafters do not have, unless they are of a kind that is asked before.
 KEYS = {"dflash_config", "speculators_model_type"}
 
@@ -155,6 +157,8 @@ def flat_speculators(config: Settings) -> Settings:
 def build(flat: Settings, is_dflash2: bool) -> DFlash2Config:
     """Build a configuration from flat settings."""
     layers, width, heads = (flat.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    if layers > MOST_LAYERS:
+        raise flat.refusal("num_hidden_layers", f"a whole number from 1 to {MOST_LAYERS}")
     kv_heads, positions = flat.count("num_key_value_heads"), flat.count("max_position_embeddings")
     if heads % kv_heads:
         raise flat.refusal("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
@@ -162,6 +166,9 @@ def build(flat: Settings, is_dflash2: bool) -> DFlash2Config:
     sliding = sliding_layers(flat, layers)
     window = flat.count("sliding_window") if any(sliding) else None
     rope = read_rope(flat, head_dim, positions)
+    block = flat.whole("block_size", least=2)
+    if block > MOST_ROWS:
+        raise flat.refusal("block_size", f"a whole number from 2 to {MOST_ROWS}")
     cap = flat.number("final_logit_softcapping", 0.0)
     return DFlash2Config(
         hidden_size=width,
@@ -175,7 +182,7 @@ def build(flat: Settings, is_dflash2: bool) -> DFlash2Config:
         max_position_embeddings=positions,
         rope_theta=rope.base,
         rope_scaling=rope.scaling,
-        block_size=flat.whole("block_size", least=2),
+        block_size=block,
         mask_token_id=flat.whole("mask_token_id"),
         target_layer_ids=tuple(layer_ids(flat, layers)),
         num_target_layers=flat.count("num_target_layers") if flat.has("num_target_layers") else None,

@@ -1,5 +1,6 @@
 """Loading a DFlash or DFlash 2 checkpoint and binding it to its target."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +35,10 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     config = read_settings(settings)
     check_target(config.hidden_size, config.vocab_size, target, name, config.num_target_layers)
     check_config(config, target, name)
+    tensors = native_names(read_tensors(folder, name), "speculators_model_type" in raw)
+    check_layers(tensors, config.num_hidden_layers, name)
     # Codebooks have a row for every token of the target, whose vocabulary may have more padding, or less.
     model = DraftModel(replace(config, vocab_size=target.vocab_size))
-    tensors = native_names(read_tensors(folder, name), "speculators_model_type" in raw)
     for codebook in CODEBOOKS:
         tensors = fit_rows(tensors, codebook, config.vocab_size, target.vocab_size)
     load_tensors(model, tensors, name)
@@ -45,6 +47,16 @@ def load_dflash2(folder: Path, target: Target, name: str, *, dequantize: bool = 
     fit_to_target(model, target, name, dequantize=dequantize)
     settings.warn_of_unread(HARMLESS)
     return DFlash2Drafter(config, model, target)
+
+
+def check_layers(tensors: Iterable[str], layers: int, name: str) -> None:
+    """Raise DrafterMismatch where a configuration has more layers than the names of tensors."""
+    found = {tensor.split(".")[1] for tensor in tensors if tensor.startswith("layers.")}
+    if len(found) < layers:
+        raise DrafterMismatch(
+            f"{name}: num_hidden_layers of config.json is {layers}, and its files hold tensors of {len(found)} "
+            "layers; download it again."
+        )
 
 
 def check_config(config: DFlash2Config, target: Target, name: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.draft_head import add_own_ends, check_target, draft_head, fit_to_target, fit_vocabulary
 from mlx_spec.drafters.mtp.head import MTPForward, MTPHead
 from mlx_spec.drafters.mtp.source import head_files, is_mtp_config
-from mlx_spec.drafters.mtp.spec import HARMLESS, check_layer, layer_config, rope_of, spec_of
+from mlx_spec.drafters.mtp.spec import HARMLESS, layer_config, read_sizes, rope_of, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors, own_draft_ids
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
@@ -77,11 +78,12 @@ def build_head(layer: Settings, tensors: dict[str, mx.array]) -> MTPHead:
     layer: of a model whose decoder layer the head has, see ``layer_config``.
     Raises DrafterMismatch for a configuration that describes no decoder layer.
     """
-    check_layer(layer)
+    sizes = read_sizes(layer)
     try:
-        head = MTPHead({**layer.values, **rope_of(layer)})
+        head = MTPHead({**layer.values, **sizes, **rope_of(layer)})
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        raise DrafterMismatch(f"{layer.name}: config.json does not describe a decoder layer ({error}).") from None
+        reason = shorten(str(error), 200)
+        raise DrafterMismatch(f"{layer.name}: config.json does not describe a decoder layer ({reason}).") from None
     add_own_ends(head, tensors, layer.count("vocab_size"), layer.count("hidden_size"))
     return head
 

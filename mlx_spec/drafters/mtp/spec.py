@@ -142,22 +142,21 @@ def layer_config(config: Settings) -> Settings:
     return replace(config, values={**part, "model_type": plain_type(part.get("model_type"))})
 
 
-def check_layer(layer: Settings) -> None:
-    """Raise DrafterMismatch, with the key, for settings of a decoder layer that are missing, wrong, or not run."""
-    for key in SIZES:
-        layer.count(key)
-    layer.positive("rms_norm_eps")
-    for key in OPTIONAL_SIZES:
-        if layer.has(key):
-            layer.whole(key)
-    for key in FLAGS:
-        if layer.has(key):
-            layer.flag(key)
+def read_sizes(layer: Settings) -> dict[str, Any]:
+    """Return the sizes of a decoder layer, each of its type.
+
+    Raises DrafterMismatch, with the key, for settings that are missing, wrong, or not run.
+    """
+    sizes: dict[str, Any] = {key: layer.count(key) for key in SIZES}
+    sizes["rms_norm_eps"] = layer.positive("rms_norm_eps")
+    sizes |= {key: layer.whole(key) for key in OPTIONAL_SIZES if layer.has(key)}
+    sizes |= {key: layer.flag(key) for key in FLAGS if layer.has(key)}
     heads, kv_heads = layer.count("num_attention_heads"), layer.get("num_key_value_heads")
     if kv_heads is not None and (not kv_heads or heads % kv_heads):
         raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
     if layer.get("hidden_act") not in (None, "silu"):
         raise layer.refusal("hidden_act", "'silu'; heads with other activations are not run")
+    return sizes
 
 
 def rope_of(layer: Settings) -> dict[str, Any]:
