@@ -656,7 +656,8 @@ def test_a_signal_while_the_demo_is_fetched_leaves_nothing(number: signal.Signal
     code = f"import pathlib, os, time\npathlib.Path({str(tmp_path / 'id')!r}).write_text(str(os.getpid()))\n"
     code += "pathlib.Path(os.environ['TMPDIR'], 'part').write_text('x' * 100)\ntime.sleep(100)\n"
     (pip / "__main__.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MLX_SPEC_CACHE": str(tmp_path / "cache")}
+    places = {"PYTHONPATH": str(tmp_path), "MLX_SPEC_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, **places, "MLX_SPEC_KERNELS": "stock"}  # nothing to compile first
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_spec.generate"],
         stderr=subprocess.PIPE,
@@ -687,7 +688,8 @@ def test_a_program_without_metadata_of_this_package_runs(model: str) -> None:
         f"    return real(name)\nmetadata.version = version\nsys.argv = ['x', '--model', {model!r}, '-m', '2']\n"
         "runpy.run_module('mlx_spec.generate', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    line, environment = [sys.executable, "-c", code], {**os.environ, "MLX_SPEC_KERNELS": "stock"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and "Generation: 2 tokens" in done.stderr
 
 
@@ -707,7 +709,8 @@ def test_without_a_home_folder_nothing_is_kept(model: str) -> None:
         f"status = main(['--model', {model!r}, '-m', '2', '--verbose', 'F'])\n"
         "print(status, cache_folder())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    line, environment = [sys.executable, "-c", code], {**os.environ, "MLX_SPEC_KERNELS": "stock"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     status, folder = done.stdout.splitlines()[-1].split()
     assert status == "0" and not Path(folder).exists()
