@@ -75,10 +75,15 @@ def read_weights(folder: Path, name: str) -> dict[str, mx.array]:
             f"{name} holds no {WEIGHTS} file, only {found}: convert other formats with mlx_lm.convert."
         )
     try:
-        shards, tensors = read_index(folder / INDEX, name).values(), read_files(files, name)
+        shards = read_index(folder / INDEX, name)
+    except DrafterMismatch as error:
+        warnings.warn(f"{error} It is left out.", ModelWarning, stacklevel=4)
+        shards = {}
+    try:
+        tensors = read_files(files, name)
     except DrafterMismatch as error:  # as it is when a drafter's files are read
         raise ModelError(str(error)) from None
-    if missing := sorted({*shards} - {path.name for path in files}):
+    if missing := sorted({*shards.values()} - {path.name for path in files}):
         raise ModelError(f"{name}: {INDEX} names {', '.join(missing)}, which is not there; download it again.")
     return tensors
 
