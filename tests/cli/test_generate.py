@@ -45,6 +45,7 @@ STATS = {
     "verify_seconds",
     "depth_reason",
     "drafter_failure",
+    "kernels",
     "exact",
     "exact_reason",
     "finish_reason",
