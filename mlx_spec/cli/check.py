@@ -15,7 +15,7 @@ from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.checks.cases import CASES, TIMED
 from metal_kernels.checks.self_check import Finding, check
 from metal_kernels.checks.timing import call_ms
-from metal_kernels.launching.cores import usable_cores
+from metal_kernels.launching.cores import wanted_threads
 from metal_kernels.launching.cpu_library import missing
 from metal_kernels.launching.implementations import VARIABLE, Implementation, implementation, using
 from metal_kernels.launching.launch import can_launch
@@ -93,7 +93,7 @@ def kernels_in_words() -> str:
     if chosen == "native":
         return "Native kernels run here."
     if chosen == "cpu":
-        return f"The CPU library runs here, in {usable_cores()} threads; operations that it lacks are MLX's own."
+        return f"The CPU library runs here, in {wanted_threads()} threads."
     if can_launch():
         return f"{VARIABLE}={chosen} keeps native kernels from running."
     used = "MLX's own operations are used" if chosen == "stock" else "the references are used"

@@ -47,6 +47,7 @@ STATS = {
     "verify_seconds",
     "depth_reason",
     "drafter_failure",
+    "kernels",
     "exact",
     "exact_reason",
     "finish_reason",
