@@ -214,3 +214,11 @@ def test_a_chat_template_may_lie_in_chat_template_json_alone(tmp_path: Path) -> 
         (folder / "chat_template.json").write_text(broken)
         with pytest.warns(ModelWarning, match="chat_template.json .* left out"):
             assert not load(str(folder), None)[1].has_chat_template
+
+
+def test_a_broken_index_is_left_out(plain: Path, tmp_path: Path) -> None:
+    """The tensors say themselves where they are."""
+    folder = copied(plain, tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.warns(ModelWarning, match="no index of safetensors files"):
+        assert tokens(folder) == tokens(plain)
