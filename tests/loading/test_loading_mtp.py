@@ -93,7 +93,6 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "d2t rounded": (beside(head() | {"d2t": mx.array([3.5, 4.0])}), "d2t is of type float32"),
     "an empty file": ({"mtp.safetensors": b""}, "mtp.safetensors .*empty"),
     "a pointer": ({"mtp/weights.safetensors": POINTER}, "weights.safetensors is a Git LFS pointer"),
-    "a broken index": ({"model.safetensors.index.json": b"{"}, "index"),
 }
 
 
