@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ranked_drafter import RankedDrafter, Ranks
 from scripted_drafters import Finished, ScriptedState, plain, run
+from started import started
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_heads import head_tensors, write_layout
@@ -215,7 +216,7 @@ def test_a_trained_head_gains_by_siblings_and_gives_the_numbers_of_plain_decodin
         on_verified=rows.check,
     )
     for each in (request, replace(request, num_draft_tokens=0, on_verified=None)):
-        generation, found = engine.start(each), list[Any]()
+        generation, found = started(engine, each), list[Any]()
         while generation.finish_reason is None:
             found += engine.step(generation).logprobs
         logprobs.append([(token.logprob, token.top) for token in found])
@@ -237,7 +238,7 @@ def test_a_short_exact_answer_may_come_from_a_tree() -> None:
     prompt = encode("A round that an exception breaks off")
     request = Request(prompt, 20, 3, num_sibling_drafts=9, top_logprobs=2)
     expected = plain(engine.target, request)
-    generation, found = engine.start(request), list[Any]()
+    generation, found = started(engine, request), list[Any]()
     while generation.finish_reason is None:
         found += engine.answer_step(generation).logprobs
     engine.close(generation)
@@ -250,7 +251,7 @@ def test_a_sequence_in_company_drafts_chains() -> None:
     engine, encode = trained()
     prompt = encode("A round that an exception breaks off")
     request = Request(prompt, 16, 3, num_sibling_drafts=9)
-    pair = [engine.start(replace(request, prompt=prompt[: len(prompt) - cut])) for cut in (0, 1)]
+    pair = [started(engine, replace(request, prompt=prompt[: len(prompt) - cut])) for cut in (0, 1)]
     engine.step(pair)
     assert [generation.statistics.sibling_drafts for generation in pair] == [0, 0]
     engine.step(pair[0])
@@ -293,7 +294,7 @@ def test_a_tree_of_more_rows_than_a_pass_has_is_refused_and_nothing_is_lost() ->
     target, expected = target_of("llama_sliding"), plain_text("llama_sliding", "greedy")
     drafter = Thicket(target, expected.text, SCRIPTS["always right"], target_layer_ids=(2,))
     engine = Engine(target, drafter)
-    generation = engine.start(replace(request_of("greedy", (3, 0)), num_sibling_drafts=None))
+    generation = started(engine, replace(request_of("greedy", (3, 0)), num_sibling_drafts=None))
     drafter.parents = (0, 1, 2, *(0,) * 13)
     with pytest.raises(RequestError, match="proposed 16 tokens, but beside the anchor this pass has 15 rows"):
         engine.step(generation)

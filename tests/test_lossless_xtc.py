@@ -8,6 +8,7 @@ import pytest
 from branch_drafter import BranchDrafter
 from ranked_drafter import RankedDrafter
 from scripted_drafters import Finished, ScriptedDrafter, always_right, mixture, plain, run
+from started import started
 from test_lossless_trees import lots
 from tiny_models import tiny_target
 
@@ -84,7 +85,7 @@ def test_company_changes_no_token(seeds: tuple[int, ...]) -> None:
     """Rows of equal seeds are filtered in one call, those of others are not."""
     samplings = [replace(SAMPLERS["XTC"], seed=seed) for seed in seeds]
     engine = Engine(target(), BranchDrafter(target()))
-    running = [engine.start(Request(PROMPT, TOKENS, 3, sampling)) for sampling in samplings]
+    running = [started(engine, Request(PROMPT, TOKENS, 3, sampling)) for sampling in samplings]
     for generation, sampling in zip(running, samplings, strict=True):
         generation.drafter_state.text = plain_text(sampling).text
     while any(generation.finish_reason is None for generation in running):

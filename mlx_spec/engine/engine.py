@@ -88,7 +88,8 @@ class Engine:
                 take_over(self.states, generation, after, self.reuse_replies)
             if generation.drafter_state is None:
                 self.states.open(generation, generation.sequence.length)
-            show_progress(generation)
+            with using(self.kernels):
+                show_progress(generation)
         except BaseException:
             self.close(generation)
             raise

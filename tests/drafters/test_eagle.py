@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from one_draft import extend
 from scripted_drafters import Finished, mixture, plain, right_then_wrong, run
+from started import started
 from steered import Steered, assert_like_fresh, go_on
 from test_lossless import SAMPLERS
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
@@ -102,7 +103,7 @@ def test_drafts_that_fail_at_each_position(kind: str, wrong: int, heads: Heads) 
     target, drafter = target_of("llama", None), heads(kind, "llama", None)
     text = plain_text("llama", None, "greedy").text
     engine = Engine(target, Steered(drafter, text, right_then_wrong(wrong)))
-    generation = engine.start(Request(TOKENS[:40], NEW, 7, prefill_step_size=17))
+    generation = started(engine, Request(TOKENS[:40], NEW, 7, prefill_step_size=17))
     rounds = []
     while generation.finish_reason is None:
         rounds.append(len(engine.step(generation).tokens))
@@ -116,7 +117,7 @@ def test_drafts_that_fail_at_each_position(kind: str, wrong: int, heads: Heads) 
 def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Heads) -> None:
     target, drafter = target_of("llama", None), heads("EAGLE-3", "llama", None)
     engine = Engine(target, drafter)
-    generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
+    generation = started(engine, Request(TOKENS[:60], 4, 3, prefill_step_size=step))
     assert_like_fresh(drafter, target, generation.drafter_state, TOKENS[:60])
     engine.close(generation)
 
@@ -138,7 +139,7 @@ def test_turns_with_reused_caches(kind: str, heads: Heads) -> None:
     target, drafter = target_of("llama", None), heads(kind, "llama", None)
     prompt, reference = TOKENS[:90], plain_text("llama", None, "greedy", 90, 25).text
     engine = Engine(target, Steered(drafter, reference, mixture(11, 0.7)))
-    generation = engine.start(Request(prompt, 25, 4, prefill_step_size=9))
+    generation = started(engine, Request(prompt, 25, 4, prefill_step_size=9))
     for turn, cut in enumerate((None, 60, 33, 2, 0)):
         while generation.finish_reason is None:
             engine.step(generation)

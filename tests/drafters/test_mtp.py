@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from one_draft import extend, propose
 from scripted_drafters import mixture, plain, right_then_wrong, run
+from started import started
 from steered import Steered, assert_like_fresh, fresh_state, go_on
 from tiny_heads import head_tensors, write_layout
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
@@ -80,7 +81,7 @@ def test_drafts_that_fail_at_each_position(wrong: int, heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     text = plain_text("llama", None, "greedy")
     engine = Engine(target, Steered(drafter, text, right_then_wrong(wrong)))
-    generation = engine.start(Request(TOKENS[:40], 40, 7, prefill_step_size=17))
+    generation = started(engine, Request(TOKENS[:40], 40, 7, prefill_step_size=17))
     rounds = []
     while generation.finish_reason is None:
         rounds.append(len(engine.step(generation).tokens))
@@ -95,7 +96,7 @@ def test_a_prompt_of_one_token_is_drafted_from_the_second_round_on(heads: Any) -
     target, drafter = target_of("llama", None), heads("llama", None)
     expected = plain_text("llama", None, "greedy", prompt=1)
     engine = Engine(target, drafter)
-    generation = engine.start(Request(TOKENS[:1], 40, 5))
+    generation = started(engine, Request(TOKENS[:1], 40, 5))
     drafted = []
     while generation.finish_reason is None:
         engine.step(generation)
@@ -109,7 +110,7 @@ def test_a_prompt_of_one_token_is_drafted_from_the_second_round_on(heads: Any) -
 def test_chunks_of_a_prompt_leave_no_gap_and_no_duplicate(step: int, heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     engine = Engine(target, drafter)
-    generation = engine.start(Request(TOKENS[:60], 4, 3, prefill_step_size=step))
+    generation = started(engine, Request(TOKENS[:60], 4, 3, prefill_step_size=step))
     assert_like_fresh(drafter, target, generation.drafter_state, TOKENS[:60])
     engine.close(generation)
 
@@ -123,7 +124,7 @@ def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) 
     prompt, reference = TOKENS[:30], plain_text("llama", None, sampler, 30, 25)
     engine = Engine(target, Steered(drafter, reference, mixture(11, share)))
     request = Request(prompt, 25, 4, SAMPLERS[sampler], prefill_step_size=9)
-    generation = engine.start(request)
+    generation = started(engine, request)
     for turn, cut in enumerate((None, 41, 33, 1, 0)):
         while generation.finish_reason is None:
             engine.step(generation)
@@ -210,7 +211,7 @@ def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.Monke
     engine, request = Engine(target, drafter), Request(TOKENS[:40], 40, 3)
     # Constants of its shapes are evaluated when they are first made, once in a process.
     run(engine, request)
-    generation = engine.start(request)
+    generation = started(engine, request)
     engine.step(generation)  # the first round is timed, so it waits twice
     calls, evaluate = 0, mx.eval
 
@@ -230,7 +231,7 @@ def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.Monke
 def test_drafts_that_are_not_finite_end_drafting(heads: Any) -> None:
     target, drafter = target_of("llama", None), heads("llama", None)
     engine = Engine(target, drafter)
-    generation = engine.start(Request(TOKENS[:40], 10, 3))
+    generation = started(engine, Request(TOKENS[:40], 10, 3))
     generation.drafter_state.hidden = generation.drafter_state.hidden * mx.nan
     engine.step(generation)
     assert "draft logits at position 39" in generation.statistics.drafter_failure
@@ -248,7 +249,7 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
     target, drafter = target_of("llama", None), heads("llama", None)
     text = plain_text("llama", None, "greedy")
     engine = Engine(target, Steered(drafter, text, mixture(at, share=0.8)))
-    generation = engine.start(Request(TOKENS[:40], 40, 5, prefill_step_size=17))
+    generation = started(engine, Request(TOKENS[:40], 40, 5, prefill_step_size=17))
     calls, in_step = 0, False
 
     def stopped(real: Callable[..., Any], after: bool = False) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from one_draft import extend
 from scripted_drafters import plain, right_then_wrong, run
+from started import started
 from test_mtp import Steered, assert_like_fresh
 
 from mlx_spec import load
@@ -106,7 +107,7 @@ def finish(generation: Generation) -> None:
 def test_three_turns_with_reused_caches(sampler: str) -> None:
     """Each is said twice: with other words, from a fork that was taken before it."""
     engine = loaded()[0]
-    generation = engine.start(Request(tokens(PROMPT), 12, 4, SAMPLERS[sampler]))
+    generation = started(engine, Request(tokens(PROMPT), 12, 4, SAMPLERS[sampler]))
     finish(generation)
     for more in map(tokens, TURNS):
         fork = replace(

@@ -11,6 +11,7 @@ import pytest
 from emulator import launcher
 from ranked_drafter import RankedDrafter
 from scripted_drafters import Finished, ScriptedDrafter, always_right, plain, right_then_wrong, run
+from started import started
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
@@ -95,7 +96,7 @@ def test_branches_change_no_token(family: str, drafter_folder: Path, monkeypatch
     with launching(EMULATED):
         alone = [plain(target, replace(request, sampling=Sampling(temp=0.9, seed=seed))).text for seed in seeds]
         engine = Engine(target, load_dflash2(drafter_folder, target, "tiny drafter"))
-        first = engine.start(request)
+        first = started(engine, request)
         branches = [first, engine.fork(first, seed=seeds[1])]
         # Further rounds draft less, and every number of rows compiles anew.
         for _ in range(2):

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from emulator import launcher
+from started import started
 from tiny_folders import write_dflash2, write_model
 from tiny_models import CONFIGS, tiny_target
 
@@ -223,7 +224,7 @@ def test_the_command_hides_no_failed_check(model: str, uneven: None, capsys: pyt
 
 def test_an_engine_made_by_hand_is_not_checked(target: Target) -> None:
     engine = Engine(target)
-    assert engine.start(Request(PROMPT)).statistics.exactness == NOT_CHECKED
+    assert started(engine, Request(PROMPT)).statistics.exactness == NOT_CHECKED
 
 
 def test_an_engine_keeps_what_was_chosen_when_it_was_made(target: Target) -> None:
@@ -235,7 +236,7 @@ def test_an_engine_keeps_what_was_chosen_when_it_was_made(target: Target) -> Non
     with using("reference"):
         engine = Engine(target)
     request = Request(PROMPT, 3, on_progress=note, on_verified=note)
-    generation = engine.start(request)
+    generation = started(engine, request)
     with using("stock"):
         engine.step(generation)
         assert implementation() == "stock"
@@ -267,7 +268,7 @@ def test_engines_of_both_kinds_side_by_side(target: Target) -> None:
 
 
 def text(engine: Engine, on_verified: Callable[..., None] | None = None) -> list[int]:
-    generation = engine.start(Request(PROMPT, 6, on_verified=on_verified))
+    generation = started(engine, Request(PROMPT, 6, on_verified=on_verified))
     while generation.finish_reason is None:
         engine.step(generation)
     engine.close(generation)
@@ -278,7 +279,9 @@ def test_threads_do_not_choose_for_each_other() -> None:
     seen: list[str] = []
     with using("reference"):
         other = Thread(target=lambda: seen.append(implementation()))
-        other.start()
+        started(
+            other,
+        )
         other.join()
         assert implementation() == "reference"
     assert seen == ["cpu"]
