@@ -26,8 +26,8 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
-        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation request round scheduler "
-        "statistics verify",
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
+        "scheduler statistics verify",
     },
     {
         "mlx_spec.decoding": "accept logprobs noise sampling settings",

@@ -7,7 +7,7 @@ import mlx.core as mx
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
 from mlx_spec.engine.generation import Generation
-from mlx_spec.errors import RequestError
+from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Pass
 
 MAX_DRAFTER_STATES = 64
@@ -82,6 +82,28 @@ class DrafterStates:
         """Forget what was shown of a generation from ``position`` on."""
         if self.drafter is not None and generation.drafter_state is not None:
             self.drafter.rewind(generation.drafter_state, position)
+
+    def move(self, generation: Generation, to: Generation) -> None:
+        """Remember of one generation what was remembered of another, and of that nothing."""
+        self.forget(to)
+        to.drafter_state, generation.drafter_state = generation.drafter_state, None
+        if self._used.pop(generation, 0) is None:
+            self._use(to)
+
+    def continue_from(self, source: Generation, generation: Generation) -> None:
+        """Remember of a generation what is remembered of another up to where the first one's sequence ends.
+
+        Nothing, where the drafter cannot go back to there: it begins anew with the rows that follow.
+        """
+        self.fork(source, generation)
+        if self.drafter is None or generation.drafter_state is None:
+            return
+        try:
+            position = self.drafter.rewind(generation.drafter_state, generation.sequence.length)
+        except PositionError:
+            position = -1
+        if position != generation.sequence.length:
+            self.forget(generation)
 
     def forget(self, generation: Generation) -> None:
         """Free the state of a generation; should it go on, the drafter begins anew there."""

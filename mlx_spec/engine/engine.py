@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
-from time import perf_counter
 from typing import Any, TypeVar, overload
 
 from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
@@ -14,11 +13,12 @@ from mlx_spec.engine.costs import Costs
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
 from mlx_spec.engine.drafter_states import MAX_DRAFTER_STATES, DrafterStates
 from mlx_spec.engine.generation import Generation, Round
+from mlx_spec.engine.prompt import discard, next_chunk, read_chunk, show_progress, take_over
 from mlx_spec.engine.request import Request
-from mlx_spec.engine.round import Snapshot, run_round
+from mlx_spec.engine.round import Accepted, Snapshot, learn, run_round
 from mlx_spec.engine.scheduler import Scheduler
 from mlx_spec.engine.statistics import NOT_CHECKED, Exactness, Statistics
-from mlx_spec.errors import DrafterFailure, RequestError
+from mlx_spec.errors import DrafterFailure, MlxSpecError, RequestError
 from mlx_spec.target import Target
 
 Result = TypeVar("Result")
@@ -37,6 +37,7 @@ class Engine:
         exactness: Exactness = NOT_CHECKED,
         kernels: Implementation | None = None,
         max_drafter_states: int = MAX_DRAFTER_STATES,
+        reuse_replies: bool = False,
     ) -> None:
         """Bind what a generation needs.
 
@@ -45,8 +46,11 @@ class Engine:
         kernels: the implementation of all operations, whatever is chosen around a call; by default the one that is
             chosen when the engine is made.
         max_drafter_states: of how many generations the drafter remembers something; of others it begins anew.
+        reuse_replies: a generation that goes on from another shares all that is cached of the same tokens. On a
+            GPU its text may then differ from that of a prompt which is read from its start.
         Raises RequestError for fewer than the 16 that one round may have.
         """
+        self.reuse_replies = reuse_replies
         self.target = target
         self.drafter = drafter
         self.costs = costs
@@ -56,28 +60,54 @@ class Engine:
         self._scheduler = Scheduler(target.context, costs)
         compute(target, drafter)
 
-    def start(self, request: Request) -> Generation:
-        """Check a request and prefill its prompt, all but the last token: that is the first anchor.
+    def start(self, request: Request, after: Generation | None = None) -> Generation:
+        """Check a request and return its generation at once; ``step`` reads its prompt, see ``read``.
 
-        Raises RequestError or ContextFull; then, and on any other exception, its pages are free again.
+        after: an earlier generation, finished or not, of which the prompt repeats the beginning. What is cached of
+            that is shared: the whole chunks of the earlier prompt, so that the text is that of a prompt which is
+            read from its start; with ``reuse_replies`` everything, replies too.
+        Raises RequestError or ContextFull, and RequestError for an earlier generation that was closed.
         """
         request.check(self.target, self.states.max_draft)
+        if after is not None and after.is_closed:
+            raise RequestError(
+                "A generation that was closed cannot be continued; close it after the next one began."
+            )
         generation = Generation(
             request,
             self.target.open(),
             rule_for(request.sampling, self.target.vocab_size),
             self._policy(request),
             list(request.prompt),
-            Statistics(exactness=self.exactness, kernels=in_words(self.kernels)),
+            Statistics(
+                exactness=self.exactness, kernels=in_words(self.kernels), prompt_tokens=len(request.prompt)
+            ),
         )
-        with using(self.kernels):
-            try:
-                self._prefill(generation)
-                self._come_to_rest([generation])
-            except BaseException:
-                self.close(generation)
-                raise
+        try:
+            if after is not None:
+                take_over(self.states, generation, after, self.reuse_replies)
+            if generation.drafter_state is None:
+                self.states.open(generation, generation.sequence.length)
+            show_progress(generation)
+        except BaseException:
+            self.close(generation)
+            raise
         return generation
+
+    def read(self, generation: Generation) -> None:
+        """Read what is left of a generation's prompt, all but its last token: that is the first anchor.
+
+        Raises ContextFull where the pool has too few free pages, with what was read before kept.
+        """
+        with using(self.kernels):
+            while not generation.is_read:
+                read_chunk(self.target, self.states, generation)
+                self._come_to_rest([generation])
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation that runs. What is cached stays until it is closed: another may go on from it."""
+        if generation.finish_reason is None:
+            generation.finish_reason = "cancelled"
 
     @overload
     def step(self, generations: Generation) -> Round: ...
@@ -87,6 +117,9 @@ class Engine:
 
     def step(self, generations: Generation | Sequence[Generation]) -> Round | list[Round]:
         """Run one round: of a generation, or of several in one pass, and return what each of them got.
+
+        Of those whose prompts are not read yet, one gets a chunk read, or several whose rests together are no more
+        than one chunk; who is read then takes part in the round, and others get an empty one.
 
         Up to 16 sequences take part; of more, those whose turn it is. The others, and those that are finished, get
         an empty round. What goes wrong with a generation, such as ContextFull or NonFiniteError, is raised for a
@@ -113,6 +146,8 @@ class Engine:
     def fork(self, generation: Generation, *, seed: int | None = None, **changes: Any) -> Generation:
         """Return a generation that goes on from here on its own; both share what is cached so far.
 
+        A prompt is read to its end before.
+
         seed: of the fork's own draws.
         changes: of other fields of its request, such as ``is_end`` or ``max_tokens``, which counts from the start;
             not of its prompt.
@@ -122,6 +157,7 @@ class Engine:
         """
         if generation.is_closed:
             raise RequestError("A generation that was closed cannot be forked.")
+        self.read(generation)
         request = changed(generation.request, seed, changes)
         request.check(self.target, self.states.max_draft)
         new_depth = not changes.keys().isdisjoint(DEPTH_FIELDS)
@@ -140,27 +176,13 @@ class Engine:
 
     def close(self, generation: Generation) -> None:
         """Give the pages of a generation back, finished or not. It cannot be continued afterwards."""
+        self.cancel(generation)
         generation.is_closed = True
-        generation.sequence.free()
-        self.states.forget(generation)
+        for part in (generation, generation.boundary):
+            if part is not None:
+                discard(self.states, part)
+        generation.boundary = None
         generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
-
-    def _prefill(self, generation: Generation) -> None:
-        request, started = generation.request, perf_counter()
-        # The last token is the anchor of the first pass; it counts as read when all others are.
-        total = len(request.prompt)
-        self.states.open(generation)
-        self.target.prefill(
-            generation.sequence,
-            request.prompt[:-1],
-            self.states.target_layer_ids([generation]),
-            request.prefill_step_size,
-            on_rows=lambda rows, tokens: self.states.extend([(generation, rows, tokens)]),
-            on_progress=lambda done, _: request.on_progress(done, total),
-        )
-        request.on_progress(total, total)
-        generation.statistics.prompt_tokens = total
-        generation.statistics.prompt_seconds = perf_counter() - started
 
     def _step(
         self, generations: Sequence[Generation], result: Callable[[list[Round]], Result], answering: bool = False
@@ -170,37 +192,56 @@ class Engine:
             raise RequestError("A generation is named twice: it can have one part in a round only.")
         if any(generation.is_closed for generation in generations):
             raise RequestError("A generation was closed and cannot go on; fork it before, or start another.")
-        running = self._scheduler.next(generations)
-        before = [Snapshot.of(generation) for generation in running]
+        unread = self._read_some(generations)
+        running = self._scheduler.next([each for each in generations if each not in unread])
+        before, done = [Snapshot.of(generation) for generation in running], list[Accepted]()
         try:
             with using(self.kernels):
-                rounds = self._rounds(running, answering)
-                self._come_to_rest(running, [done.logprobs for done in rounds.values() if done.logprobs])
+                rounds = unread | self._rounds(running, answering, done)
+                self._come_to_rest(running, [each.logprobs for each in rounds.values() if each.logprobs])
             for generation in running:
                 generation.statistics.kernels = in_words(self.kernels)
-            return result([rounds.get(generation) or Round() for generation in generations])
+            found = result([rounds.get(generation) or Round() for generation in generations])
+            for accepted in done:
+                learn(accepted)
+            return found
         except BaseException:
             for snapshot in before:
                 snapshot.restore(self.states)
             self._come_to_rest(running)
             raise
 
+    def _read_some(self, generations: Sequence[Generation]) -> dict[Generation, Round]:
+        """Read a chunk's worth of prompts; return an empty round, or the error, of who has to wait."""
+        waiting = [each for each in generations if each.finish_reason is None and not each.is_read]
+        chosen, errors = self._scheduler.to_read(waiting, [next_chunk(each) for each in waiting]), {}
+        with using(self.kernels):
+            for generation in chosen:
+                try:
+                    read_chunk(self.target, self.states, generation)
+                except MlxSpecError as error:
+                    errors[generation] = error
+        self._come_to_rest(chosen)
+        return {each: Round(error=errors.get(each)) for each in waiting if not each.is_read}
+
     def _come_to_rest(self, generations: Sequence[Generation], also: Any = None) -> None:
         """Compute what these generations left lazy: another thread may go on with them."""
         states = [(generation.drafter_state, generation.rule) for generation in generations]
         compute(self.target.pool.data, states, also)
 
-    def _rounds(self, running: Sequence[Generation], answering: bool) -> dict[Generation, Round]:
+    def _rounds(
+        self, running: Sequence[Generation], answering: bool, done: list[Accepted]
+    ) -> dict[Generation, Round]:
         """Run a pass; those whose drafts were not finite take part in another one, without drafts."""
         shares, errors = self._scheduler.shares(running)
-        rounds = run_round(self.target, self.states, shares, errors, answering)
+        rounds = run_round(self.target, self.states, shares, errors, done, answering)
         failed = {generation: error for generation, error in errors.items() if isinstance(error, DrafterFailure)}
         for generation, failure in failed.items():
             del errors[generation]
             self.states.give_up(generation, str(failure))
         if failed:
             shares, more_errors = self._scheduler.shares(list(failed))
-            rounds |= run_round(self.target, self.states, shares, more_errors, answering)
+            rounds |= run_round(self.target, self.states, shares, more_errors, done, answering)
             errors |= more_errors
         return rounds | {generation: Round(error=error) for generation, error in errors.items()}
 

@@ -24,11 +24,12 @@ class Generation:
     tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
     statistics: what was done so far.
     drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
-    finish_reason: None while running, then "stop" or "length".
+    finish_reason: None while running, then "stop", "length", or "cancelled".
     is_closed: its pages were given back.
     last_turn: the number of the last turn that it had, counted over all generations of the engine.
     judged: what ``is_end`` said of the tokens after ``tokens``, where a round broke off then: how many there
         were, and each token with its answer. The same tokens come again, and are not shown to it twice.
+    boundary: the generation as it was at the last chunk boundary of its prompt, for one that goes on from it.
     """
 
     request: Request
@@ -42,11 +43,17 @@ class Generation:
     is_closed: bool = False
     last_turn: int = 0
     judged: tuple[int, list[tuple[int, bool]]] = field(default_factory=lambda: (0, []))
+    boundary: "Generation | None" = None
 
     @property
     def anchor_position(self) -> int:
         """Position of the anchor; what the target has cached ends before it."""
         return len(self.tokens) - 1
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the prompt is read, so that rounds may begin."""
+        return self.sequence.length >= len(self.request.prompt) - 1
 
     @property
     def remaining_tokens(self) -> int:
@@ -95,10 +102,12 @@ class Round:
     tokens: in order.
     num_from_draft: how many of them were drafted, the first ones.
     logprobs: of each token, where the request asks for them.
+    finish_reason: why the text ended with these tokens, if it did.
     error: why there are none, where this generation failed and others of the round did not; it is as before.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_from_draft: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
     error: Exception | None = None

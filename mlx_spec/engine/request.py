@@ -14,6 +14,7 @@ from mlx_spec.decoding.sampling import Sampling, read_ids
 from mlx_spec.decoding.settings import fill_defaults, put, whole
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target import CachedSequence, Target
+from mlx_spec.target.pages import PAGE_SLOTS
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class Request:
             raise ContextFull(
                 f"The prompt has {len(self.prompt)} tokens, {target.name} has {target.context} positions. "
                 "Shorten the prompt."
+            )
+        if len(self.prompt) > target.pool.max_pages * PAGE_SLOTS:
+            raise ContextFull(
+                f"The prompt has {len(self.prompt)} tokens; all {target.pool.max_pages} KV pages hold "
+                f"{target.pool.max_pages * PAGE_SLOTS}: load the model with a larger max_cached_tokens."
             )
 
     def _check_depth(self, max_draft: int) -> None:

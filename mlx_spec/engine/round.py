@@ -111,13 +111,19 @@ class Accepted:
 
 
 def run_round(
-    target: Target, states: DrafterStates, shares: Sequence[Share], errors: Errors, answering: bool = False
+    target: Target,
+    states: DrafterStates,
+    shares: Sequence[Share],
+    errors: Errors,
+    done: list[Accepted],
+    answering: bool = False,
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
 
     target, states: what runs, and what the drafter remembers.
     shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
+    done: what each generation gets is added, for ``learn``, once nothing can break the round off any more.
     answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
@@ -127,6 +133,7 @@ def run_round(
     verified = verify(target, states, drafted, started, answering, errors)
     accepted = accept(target, verified, errors)
     rounds = commit(target, states, accepted, started)
+    done.extend(accepted)
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
         passes = verified.draft_seconds, verified.seconds
         timed.statistics.count_timed(*passes, time.perf_counter() - started - sum(passes))
@@ -227,14 +234,12 @@ def commit(
 
 
 def emit(accepted: Accepted, seconds: float) -> Round:
-    """Append committed tokens to their generation, count them, and let its policy learn."""
+    """Append committed tokens to their generation, and count them."""
     generation, tree = accepted.generation, accepted.drafted.tree
     generation.tokens.extend(accepted.tokens)
     generation.finish_reason = accepted.finish_reason
     from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
     drafted = len(tree.chain) - 1
-    if accepted.drafted.was_known:
-        generation.policy.update(drafted, along_chain, tree.runner_up(accepted.path))
     generation.statistics.count_round(
         drafted=drafted,
         accepted=along_chain,
@@ -243,7 +248,15 @@ def emit(accepted: Accepted, seconds: float) -> Round:
         accepted_siblings=from_draft - along_chain,
         seconds=seconds,
     )
-    return Round(accepted.tokens, min(from_draft, len(accepted.tokens)), accepted.logprobs)
+    from_draft = min(from_draft, len(accepted.tokens))
+    return Round(accepted.tokens, from_draft, accepted.logprobs, accepted.finish_reason)
+
+
+def learn(accepted: Accepted) -> None:
+    """Let a generation's policy learn from a round that stays."""
+    tree, path = accepted.drafted.tree, accepted.path
+    if accepted.drafted.was_known:
+        accepted.generation.policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
 
 
 def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:

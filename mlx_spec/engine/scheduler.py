@@ -52,6 +52,25 @@ class Scheduler:
             generation.last_turn = self._turns
         return running
 
+    def to_read(self, generations: Sequence[Generation], chunks: Sequence[int]) -> list[Generation]:
+        """Return those of whose prompts the next chunk is read in this round: no more than one chunk together.
+
+        generations: whose prompts are not read; those that waited longest come first.
+        chunks: how many tokens each one's next chunk has.
+        """
+        left, chosen = None, list[Generation]()
+        for index in sorted(range(len(generations)), key=lambda i: generations[i].last_turn):
+            step = generations[index].request.prefill_step_size
+            left = step if left is None else min(left, step)
+            if chosen and chunks[index] > left:
+                break
+            left -= chunks[index]
+            chosen.append(generations[index])
+        for generation in chosen:
+            self._turns += 1
+            generation.last_turn = self._turns
+        return chosen
+
     def shares(self, generations: Sequence[Generation]) -> tuple[list[Share], dict[Generation, Exception]]:
         """Return what each generation gets, and the errors of those for which there is no page."""
         positions = reserve_positions([generation.sequence for generation in generations], MAX_VERIFY_ROWS)

@@ -22,7 +22,8 @@ NOT_CHECKED = Exactness(False, "not checked")
 class Statistics:
     """Counters of one generation. Times are seconds.
 
-    prompt_tokens, prompt_seconds: of the prompt.
+    prompt_tokens, prompt_seconds: of the prompt, and of reading it.
+    cached_tokens: of the prompt, that an earlier generation had read.
     tokens, seconds: generated, and the time of all rounds.
     rounds: of draft and verify.
     undrafted_rounds: those of them in which nothing was drafted.
@@ -38,6 +39,7 @@ class Statistics:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
@@ -108,7 +110,8 @@ class Statistics:
     @property
     def prompt_tps(self) -> float:
         """Prompt tokens a second."""
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+        read = self.prompt_tokens - self.cached_tokens
+        return read / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def generation_tps(self) -> float:
@@ -126,6 +129,7 @@ class Statistics:
         """Return everything as plain JSON values."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "prompt_tps": round(self.prompt_tps, 3),
             "generation_tokens": self.tokens,
             "generation_tps": round(self.generation_tps, 3),
@@ -150,8 +154,9 @@ class Statistics:
         }
 
     def __str__(self) -> str:
+        cached = f", {self.cached_tokens} of them cached" if self.cached_tokens else ""
         lines = [
-            f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tokens/s",
+            f"Prompt: {self.prompt_tokens} tokens{cached}, {self.prompt_tps:.1f} tokens/s",
             f"Generation: {self.tokens} tokens, {self.generation_tps:.1f} tokens/s",
             f"Rounds: {self.rounds}, {self.accepted_length:.2f} tokens a round",
         ]

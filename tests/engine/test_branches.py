@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from scripted_drafters import plain
+from started import started
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_heads import head_tensors, write_layout
@@ -33,7 +34,7 @@ from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
 
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 90, 80)]
-NEW_TOKENS = 14
+NEW_TOKENS, STEP, TURN_LIMIT = 14, 16, 90
 # One token; one that ends in the middle of a page; one that crosses a page's end.
 PROMPTS = [TOKENS[:1], TOKENS[:20], TOKENS[:33]]
 SAMPLINGS = [
@@ -113,8 +114,29 @@ class Branches(RuleBasedStateMachine):
         depth=st.sampled_from([None, 0, 1, 3, 7, "adaptive"]),
     )
     def start(self, prompt: list[int], sampling: int, seed: int, depth: Any) -> None:
-        request = Request(prompt, NEW_TOKENS, depth, sampling_of(sampling, seed))
+        request = Request(prompt, NEW_TOKENS, depth, sampling_of(sampling, seed), prefill_step_size=STEP)
         self.add(self.engine.start(request), sampling, seed)
+
+    @precondition(lambda self: 0 < len(self.branches) < 16)
+    @rule(data=st.data(), more=st.integers(0, 20), edit=st.none() | st.integers(0, 40), sampling=st.integers(0, 1))
+    def next_turn(self, data: st.DataObject, more: int, edit: int | None, sampling: int) -> None:
+        """Go on from any generation, whatever its state, or from its text with one token changed."""
+        earlier = data.draw(st.sampled_from(self.branches)).generation
+        prompt = [*earlier.tokens, *range(more)][:TURN_LIMIT]
+        if edit is not None and edit < len(prompt):
+            prompt[edit] = (prompt[edit] + 1) % 90
+        request = Request(prompt, NEW_TOKENS, None, sampling_of(sampling, 0), prefill_step_size=STEP)
+        generation = self.engine.start(request, after=earlier)
+        assert generation.statistics.cached_tokens % STEP == 0
+        self.add(generation, sampling, 0)
+
+    @precondition(lambda self: self.branches)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """A cancelled generation gets nothing more, and may be gone on from."""
+        branch = data.draw(st.sampled_from(self.branches))
+        self.engine.cancel(branch.generation)
+        assert branch.generation.finish_reason in ("cancelled", "length")
 
     @precondition(lambda self: 0 < len(self.branches) < 16)
     @rule(data=st.data(), seed=st.integers(0, 1), copies=st.integers(1, 4))
@@ -156,38 +178,40 @@ class Branches(RuleBasedStateMachine):
                 length, finished = before[generation]
                 assert done.error is None
                 assert generation.tokens[length:] == done.tokens
-                assert bool(done.tokens) == (finished is None)
+                assert bool(done.tokens) == (finished is None and generation.is_read)
+                assert done.finish_reason == (generation.finish_reason if done.tokens else None)
 
     @invariant()
     def every_text_is_its_own(self) -> None:
         for branch in self.branches:
             tokens = branch.generation.tokens
             assert tokens == branch.expected[: len(tokens)]
-            assert branch.generation.sequence.length == len(tokens) - 1
+            assert branch.generation.sequence.length == len(tokens) - 1 or not branch.generation.is_read
 
     @invariant()
     def pages_are_those_of_the_branches(self) -> None:
-        pages = {page for branch in self.branches for page in branch.generation.sequence.pages}
+        parts = [part for branch in self.branches for part in (branch.generation, branch.generation.boundary)]
+        pages = {page for part in parts if part is not None for page in part.sequence.pages}
         assert self.target.pool.pages_in_use == len(pages)
 
     def teardown(self) -> None:
         generations = [branch.generation for branch in self.branches]
         try:
-            for _ in range(NEW_TOKENS):
-                self.run([g for g in generations if g.finish_reason is None], 1)
+            while running := [generation for generation in generations if generation.finish_reason is None]:
+                self.run(running, 1)
             self.every_text_is_its_own()
-            assert all(generation.finish_reason == "length" for generation in generations)
-            assert all(generation.statistics.tokens == NEW_TOKENS for generation in generations)
+            for generation in generations:
+                assert generation.finish_reason == "cancelled" or generation.statistics.tokens == NEW_TOKENS
         finally:
             for generation in generations:
                 self.engine.close(generation)
-        assert self.target.pool.pages_in_use == 0
+        assert self.target.pool.pages_in_use == 0 and not self.engine.states._used
         assert isinstance(self.drafter, BranchDrafter) or self.drafter.pool.pages_in_use == 0
 
 
 def open_pair(engine: Engine, **options: Any) -> list[Generation]:
     requests = [Request(prompt, NEW_TOKENS, **options) for prompt in PROMPTS[1:]]
-    return [engine.start(request) for request in requests]
+    return [started(engine, request) for request in requests]
 
 
 def finish(engine: Engine, generations: list[Generation]) -> None:
@@ -200,7 +224,7 @@ def test_rules_and_filters_of_one_pass_do_not_mix(order: tuple[int, ...]) -> Non
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
     requests = [Request(PROMPTS[1], NEW_TOKENS, 2, sampling_of(index, seed)) for seed, index in enumerate(order)]
-    generations = [engine.start(request) for request in requests]
+    generations = [started(engine, request) for request in requests]
     finish(engine, generations)
     for seed, (index, generation) in enumerate(zip(order, generations, strict=True)):
         assert generation.tokens == alone("llama", tuple(PROMPTS[1]), index, seed)
@@ -263,7 +287,7 @@ def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
     """Three pages for two sequences that need two each: the second waits until the first is closed."""
     target = tiny_target("llama", max_cached_tokens=96)
     engine = Engine(target, BranchDrafter(target))
-    first, second = (engine.start(Request(TOKENS[:30], 20)) for _ in range(2))
+    first, second = (started(engine, Request(TOKENS[:30], 20)) for _ in range(2))
     errors = []
     while first.finish_reason is None:
         rounds = engine.step([first, second])
@@ -282,7 +306,7 @@ def test_a_full_pool_stops_those_that_have_no_page_and_nobody_else() -> None:
 def test_more_sequences_than_rows_take_turns() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    generations = [engine.start(Request([token], NEW_TOKENS)) for token in range(20)]
+    generations = [started(engine, Request([token], NEW_TOKENS)) for token in range(20)]
     for rounds in range(1, 6):
         emitted = [bool(done.tokens) for done in engine.step(generations)]
         assert sum(emitted) == 16
@@ -297,7 +321,7 @@ def test_more_sequences_than_rows_take_turns() -> None:
 def test_a_fork_waits_for_its_turn_as_its_generation_does() -> None:
     target = target_of("llama")
     engine = Engine(target)
-    generations = [engine.start(Request([token], 3)) for token in range(17)]
+    generations = [started(engine, Request([token], 3)) for token in range(17)]
     engine.step(generations)
     generations.append(engine.fork(generations[15]))
     emitted = [bool(done.tokens) for done in engine.step(generations)]
@@ -313,7 +337,7 @@ def test_the_drafter_forgets_what_was_not_used_for_longest(monkeypatch: pytest.M
     """
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target), max_drafter_states=16)
-    generations = [engine.start(Request([token], NEW_TOKENS, 2)) for token in range(18)]
+    generations = [started(engine, Request([token], NEW_TOKENS, 2)) for token in range(18)]
     assert [generation.drafter_state is None for generation in generations] == [True] * 2 + [False] * 16
     # It is used, so another one is the next to be forgotten.
     engine.step(generations[2])
@@ -336,7 +360,7 @@ def test_the_drafter_forgets_what_was_not_used_for_longest(monkeypatch: pytest.M
 def test_a_fork_goes_on_after_the_end_of_a_finished_generation() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    short = engine.start(Request(PROMPTS[1], 5))
+    short = started(engine, Request(PROMPTS[1], 5))
     finish(engine, [short])
     longer = engine.fork(short, max_tokens=NEW_TOKENS)
     engine.close(short)
@@ -356,7 +380,7 @@ def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft
         return forward(batch, target_layer_ids, *more)
 
     monkeypatch.setattr(target, "forward", noted)
-    plainly = engine.start(Request(PROMPTS[1], NEW_TOKENS, 0))
+    plainly = started(engine, Request(PROMPTS[1], NEW_TOKENS, 0))
     engine.step(plainly)
     assert set(wanted) == {()}
     assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
@@ -376,7 +400,7 @@ def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft
 def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    generation = engine.start(Request(PROMPTS[1], 5))
+    generation = started(engine, Request(PROMPTS[1], 5))
     with pytest.raises(RequestError, match="A generation is named twice"):
         engine.step([generation, generation])
     assert engine.step([]) == []
@@ -394,7 +418,7 @@ def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
         assert target.pool.pages_in_use == pages and generation.request.max_tokens == 5
     engine.close(generation)
     assert target.pool.pages_in_use == 0 < pages
-    generation = engine.start(Request(PROMPTS[1], 5))
+    generation = started(engine, Request(PROMPTS[1], 5))
     finish(engine, [generation])
     assert engine.step(generation).tokens == []
     engine.close(generation)
@@ -406,7 +430,7 @@ def test_a_closed_generation_is_refused_and_takes_no_page(prompt: list[int], rou
     """A prompt of one token caches nothing before the first round: its sequence is empty although it is open."""
     target = target_of("llama")
     engine = Engine(target, BranchDrafter(target))
-    generation, other = engine.start(Request(prompt, 5)), engine.start(Request(prompt, 5, 0))
+    generation, other = started(engine, Request(prompt, 5)), started(engine, Request(prompt, 5, 0))
     for _ in range(rounds):
         engine.step(generation)
     pages = len(other.sequence.pages)
@@ -428,7 +452,7 @@ def test_a_fork_ends_by_length_at_its_own_max_tokens(depth: int) -> None:
     """They count from the end of the prompt: where they are reached, the fork is finished when it is made."""
     target = target_of("llama")
     engine, text = Engine(target, BranchDrafter(target)), alone("llama", tuple(PROMPTS[1]), 0, 0)
-    parent = engine.start(Request(PROMPTS[1], 5, depth))
+    parent = started(engine, Request(PROMPTS[1], 5, depth))
     finish(engine, [parent])
     for changes in ({}, {"max_tokens": 5}, {"max_tokens": 2}):
         fork = engine.fork(parent, **changes)
@@ -454,7 +478,7 @@ def test_a_fork_after_an_end_token_goes_on() -> None:
     target = target_of("llama")
     engine, text = Engine(target, BranchDrafter(target)), alone("llama", tuple(PROMPTS[1]), 0, 0)
     end = next(i for i in range(21, 33) if text[i] not in text[20:i] + text[i + 1 :])
-    parent = engine.start(Request(PROMPTS[1], -1, 2, eos_token_ids=frozenset(text[end : end + 1])))
+    parent = started(engine, Request(PROMPTS[1], -1, 2, eos_token_ids=frozenset(text[end : end + 1])))
     finish(engine, [parent])
     assert parent.finish_reason == "stop" and parent.tokens == text[: end + 1]
     for changes, last in (({"max_tokens": NEW_TOKENS}, len(text)), ({"max_tokens": end - 19}, end + 1)):
@@ -469,7 +493,7 @@ def test_a_fork_learns_its_own_depth() -> None:
     """The acceptance of one of them is no evidence on the other's."""
     target = target_of("llama")
     engine, text = Engine(target, BranchDrafter(target, share=1.0)), alone("llama", tuple(PROMPTS[1]), 0, 0)
-    parent = engine.start(Request(PROMPTS[1], NEW_TOKENS, "adaptive"))
+    parent = started(engine, Request(PROMPTS[1], NEW_TOKENS, "adaptive"))
     fork = engine.fork(parent)
     for generation in (fork, parent):
         engine.drafter.know(generation, text)

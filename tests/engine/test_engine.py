@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scripted_drafters import Finished, ScriptedDrafter, always_right, mixture, plain, right_then_wrong, run
+from started import started
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
@@ -109,7 +110,7 @@ def test_is_end_sees_each_token_once_and_in_order_and_ends_the_text(count: int) 
 def test_is_end_sees_no_token_twice_where_a_round_is_run_again(broken: int) -> None:
     """As a text stream must not: the round broke off after its tokens were judged."""
     engine, seen = scripted(), list[int]()
-    generation = engine.start(Request(PROMPT, 30, is_end=lambda token: bool(seen.append(token))))
+    generation = started(engine, Request(PROMPT, 30, is_end=lambda token: bool(seen.append(token))))
     extend, rounds = engine.states.extend, count(1)
 
     def interrupted(*committed: Any) -> None:
@@ -201,7 +202,7 @@ def test_a_full_pool_ends_every_depth_at_the_same_token(depth: int) -> None:
     """One page of 32: the anchor at position 32 cannot be cached, so 13 tokens follow a prompt of 20."""
     on = tiny_target("llama", max_cached_tokens=32)
     engine = scripted(on)
-    generation = engine.start(Request(PROMPT, 60, num_draft_tokens=depth))
+    generation = started(engine, Request(PROMPT, 60, num_draft_tokens=depth))
     with pytest.raises(ContextFull, match="need 1 KV pages, 0 of 1 are free; .* larger max_cached_tokens"):
         for _ in range(60):
             engine.step(generation)
@@ -246,7 +247,7 @@ def test_a_drafter_that_drafts_more_than_there_is_room_for_is_refused() -> None:
     on, counts = tiny_target("llama", max_cached_tokens=32), list[int]()
     text = long_text().text
     engine = Engine(on, TooMany(on, text, always_right))
-    generation = engine.start(Request(text[:28], 20))
+    generation = started(engine, Request(text[:28], 20))
     with pytest.raises(RequestError, match="proposed 7 tokens, but beside the anchor this pass has 4 rows"):
         engine.step(generation)
     assert counts == [4] and generation.tokens == text[:28]
@@ -266,7 +267,7 @@ def test_an_exception_while_prefilling_keeps_no_page() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        scripted().start(Request(PROMPT, 5, prefill_step_size=8, on_progress=stop))
+        started(scripted(), Request(PROMPT, 5, prefill_step_size=8, on_progress=stop))
     assert target().pool.pages_in_use == 0
 
 
@@ -357,7 +358,7 @@ def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
     request = FAILURES[failure](fail, monkeypatch)
     expected = plain(on, request)
     engine = Engine(on, ScriptedDrafter(on, expected.text, mixture(1), target_layer_ids=(1,)))
-    generation = engine.start(request)
+    generation = started(engine, request)
     for _ in range(rounds):
         engine.step(generation)
     before = snapshot(generation)
@@ -398,7 +399,7 @@ def test_a_drafter_that_computes_nan_is_named_and_decoding_goes_on_without_it(
     """From the round of the failure on, tokens are those of a request that never drafted from there."""
     drafter = load_dflash2(drafter_folder, target(), "tiny drafter")
     engine = Engine(target(), drafter)
-    generation = engine.start(Request(PROMPT, 20, sampling=sampling))
+    generation = started(engine, Request(PROMPT, 20, sampling=sampling))
     engine.step(generation)
     length = generation.sequence.length
     undrafted = engine.fork(generation, num_draft_tokens=0)
@@ -436,7 +437,7 @@ def test_trees_and_answers_of_a_drafter_that_computes_nan_go_on_without_it_in_fo
     drafter = load_dflash2(drafter_folder, target(), "tiny drafter")
     engine = Engine(target(), drafter)
     step = engine.answer_step if answering else engine.step
-    generation = engine.start(request)
+    generation = started(engine, request)
     step(generation)
     drafted = list(generation.statistics.drafted)
     break_head(drafter)
@@ -475,7 +476,7 @@ def test_a_drafter_that_fails_one_of_several_sequences_goes_on_for_the_others(
         broken = replace(drafts[0], finite={**drafts[0].finite, "draft logits": mx.array(False)})
         return [broken, *drafts[1:]]
 
-    generations = [engine.start(Request([token, *PROMPT], 12, sampling=sampling)) for token in (1, 2, 3)]
+    generations = [started(engine, Request([token, *PROMPT], 12, sampling=sampling)) for token in (1, 2, 3)]
     engine.step(generations)
     monkeypatch.setattr(drafter, "propose", first_is_broken)
     rounds = engine.step(generations)
@@ -495,7 +496,7 @@ def test_a_drafter_that_fails_one_of_several_sequences_goes_on_for_the_others(
 def test_a_target_that_computes_nan_is_named_and_nothing_is_emitted(value: float, depth: int) -> None:
     on = tiny_target("llama")
     engine = scripted(on)
-    generation = engine.start(Request(PROMPT, 20, num_draft_tokens=depth))
+    generation = started(engine, Request(PROMPT, 20, num_draft_tokens=depth))
     engine.step(generation)
     tokens, length = list(generation.tokens), generation.sequence.length
     on.model.lm_head.weight = mx.where(mx.arange(96)[:, None] == 70, value, on.model.lm_head.weight)
@@ -509,7 +510,7 @@ def test_nan_in_the_last_verified_row_alone_is_noticed() -> None:
     """Its logits may not matter to this round, but what is emitted next would come from a broken model."""
     on = tiny_target("llama")
     engine = scripted(on)
-    generation = engine.start(Request(PROMPT, 20))
+    generation = started(engine, Request(PROMPT, 20))
     logits = on.logits
     on.logits = lambda hidden: mx.where(mx.arange(hidden.shape[0])[:, None] == 7, mx.nan, logits(hidden))
     with pytest.raises(NonFiniteError, match="target logits"):
@@ -531,7 +532,7 @@ def count_waits(monkeypatch: pytest.MonkeyPatch, engine: Engine, request: Reques
 
         return call
 
-    generation = engine.start(request)
+    generation = started(engine, request)
     monkeypatch.setattr(mlx_spec.engine.round, "wait", counted("wait", wait))
     monkeypatch.setattr(mx, "eval", counted("eval", evaluate))
     counts = []
@@ -569,7 +570,7 @@ def test_timed_rounds_say_where_the_time_went() -> None:
 
 def test_a_round_says_which_of_its_tokens_were_drafted() -> None:
     engine = scripted(script=right_then_wrong(3))
-    generation = engine.start(Request(PROMPT, 6))
+    generation = started(engine, Request(PROMPT, 6))
     first, second = engine.step(generation), engine.step(generation)
     assert (len(first.tokens), first.num_from_draft) == (4, 3)
     assert (len(second.tokens), second.num_from_draft) == (2, 1)
@@ -579,7 +580,7 @@ def test_a_round_says_which_of_its_tokens_were_drafted() -> None:
 def test_a_round_cut_inside_its_drafts_counts_no_token_that_was_not_emitted() -> None:
     eos = new_tokens(long_text())[2]
     engine = scripted()
-    generation = engine.start(Request(PROMPT, 60, eos_token_ids=frozenset({eos})))
+    generation = started(engine, Request(PROMPT, 60, eos_token_ids=frozenset({eos})))
     cut = engine.step(generation)
     assert cut.tokens == new_tokens(long_text())[:3]
     assert cut.num_from_draft == 3
@@ -589,7 +590,7 @@ def test_a_round_cut_inside_its_drafts_counts_no_token_that_was_not_emitted() ->
 
 def test_generations_side_by_side_do_not_disturb_each_other() -> None:
     engine, other = scripted(script=mixture(3)), Engine(target())
-    first, second = engine.start(Request(PROMPT, 40)), other.start(Request(PROMPT[::-1], 40))
+    first, second = started(engine, Request(PROMPT, 40)), other.start(Request(PROMPT[::-1], 40))
     alone = plain(target(), Request(PROMPT[::-1], 40)).text
     while first.finish_reason is None or second.finish_reason is None:
         for running, generation in ((engine, first), (other, second)):
@@ -645,7 +646,7 @@ def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script:
     text = plain(target(), Request(PROMPT, 60, sampling=sampling)).text
 
     def answer(engine: Engine, depth: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        generation, found = engine.start(Request(PROMPT, 20, depth, sampling, top_logprobs=3)), []
+        generation, found = started(engine, Request(PROMPT, 20, depth, sampling, top_logprobs=3)), []
         while generation.finish_reason is None:
             done = engine.answer_step(generation)
             assert len(done.tokens) == len(done.logprobs)
@@ -664,7 +665,7 @@ def test_an_answer_is_cut_after_the_row_whose_full_logits_differ(
 ) -> None:
     """A wrong choice of a fused path is replaced by that of the full logits; what was built on it is dropped."""
     engine = scripted()
-    generation = engine.start(Request(PROMPT, 20))
+    generation = started(engine, Request(PROMPT, 20))
     unpack = mlx_spec.engine.round.read_outcome
 
     def wrong(*arguments: Any) -> tuple[list[int], tuple[int, ...]]:
@@ -684,7 +685,7 @@ def test_an_answer_is_cut_after_the_row_whose_full_logits_differ(
 
 def test_an_answer_is_not_drawn() -> None:
     engine = scripted()
-    generation = engine.start(Request(PROMPT, 20, sampling=Sampling(temp=0.5)))
+    generation = started(engine, Request(PROMPT, 20, sampling=Sampling(temp=0.5)))
     with pytest.raises(RequestError, match="takes the most likely tokens; this request draws, with temp 0.5"):
         engine.answer_step(generation)
     engine.close(generation)
@@ -708,7 +709,7 @@ def test_time_is_counted_where_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ScriptedDrafter, "propose", slow(0.1, propose))
     for kernels, draft, verify in (("cpu", 0.1, 0.2), ("stock", 0.0, 0.0)):
         engine = Engine(on, scripted().drafter, kernels=kernels)
-        generation = engine.start(Request(PROMPT[:2], 8))
+        generation = started(engine, Request(PROMPT[:2], 8))
         engine.step(generation)
         statistics = generation.statistics
         engine.close(generation)

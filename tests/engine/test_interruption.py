@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scripted_drafters import plain, run
+from started import started
 from tiny_eagles import eagle_config, eagle_tensors, write_eagle
 from tiny_models import tiny_target
 
@@ -124,7 +125,7 @@ def test_a_round_may_be_interrupted_at_any_line(
     """
     engine = make(tmp_path)
     request = Request(TOKENS, 30, 3, sampling, num_sibling_drafts=siblings)
-    generation, undisturbed = engine.start(request), run(engine, request)
+    generation, undisturbed = started(engine, request), run(engine, request)
     for _ in range(2):
         fork = generation.sequence.fork()
         for line in range(1, 10000):

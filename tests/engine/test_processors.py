@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from ranked_drafter import RankedDrafter
 from scripted_drafters import ScriptedDrafter, always_right, mixture, plain, run
+from started import started
 from tiny_models import tiny_target
 
 from mlx_spec.decoding.sampling import Sampling
@@ -77,7 +78,7 @@ def test_processors_that_leave_no_token_are_named_and_nothing_is_emitted(
     bad = Request(PROMPT, 8, sampling=replace(sampling, logits_processors=(processor,)))
     engine = scripted(expected)
     for request in (replace(bad, num_draft_tokens=0), replace(bad, num_draft_tokens=3, top_logprobs=2)):
-        failing, other = engine.start(request), engine.start(good)
+        failing, other = started(engine, request), started(engine, good)
         before = state_of(failing)
         with pytest.raises(NonFiniteError, match=f"{NO_CHOICE} 19"):
             engine.step(failing)
@@ -110,13 +111,13 @@ def test_only_accepted_rows_need_a_token(sampling: Sampling, siblings: int) -> N
             PROMPT, 30, 3, replace(sampling, logits_processors=(processor,)), num_sibling_drafts=siblings
         )
         engine = Engine(target(), ranked)
-        generation = engine.start(request)
+        generation = started(engine, request)
         assert engine.step(generation).tokens == text[20 : 20 + emitted]
         engine.close(generation)
     # The first row after the accepted ones counts: what is emitted last comes from it.
     for last, is_fine in ((19 + emitted, True), (18 + emitted, False)):
         request = replace(request, sampling=replace(sampling, logits_processors=(refused_when_longer_than(last),)))
-        generation = engine.start(request)
+        generation = started(engine, request)
         if is_fine:
             assert engine.step(generation).tokens == text[20 : 20 + emitted]
         else:
@@ -145,7 +146,7 @@ def test_forbidden_tokens_are_never_emitted_and_the_text_stays_that_of_plain_dec
 
 def logprobs_of(engine: Engine, request: Request) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """Return each token of a request's text with its log-probability and those of the likeliest tokens."""
-    generation, found = engine.start(request), []
+    generation, found = started(engine, request), []
     while generation.finish_reason is None:
         done = engine.step(generation)
         found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]

@@ -10,6 +10,7 @@ import pytest
 from branch_drafter import BranchDrafter, BranchState
 from ranked_drafter import RankedDrafter, Ranks
 from scripted_drafters import plain, run
+from started import started
 from tiny_models import tiny_target
 
 from mlx_spec.decoding import noise
@@ -66,7 +67,7 @@ def test_siblings_that_cannot_be_are_refused(family: str, changes: dict[str, Any
     target = target_of(family)
     engine = Engine(target, RankedDrafter(target, PROMPT, lambda *_: 0))
     with pytest.raises(RequestError, match=message):
-        engine.start(Request(PROMPT, 10, **changes))
+        started(engine, Request(PROMPT, 10, **changes))
     assert target.pool.pages_in_use == 0
 
 
@@ -81,7 +82,7 @@ def test_no_siblings_and_plain_decoding_may_be_asked_for_anywhere() -> None:
 
 def test_a_fork_may_have_siblings_of_its_own() -> None:
     engine = scripted(lambda proposal, index, position: int(index == 1))
-    first = engine.start(Request(PROMPT, 30, 3))
+    first = started(engine, Request(PROMPT, 30, 3))
     second = engine.fork(first, num_sibling_drafts=3)
     lengths = [len(engine.step(generation).tokens) for generation in (first, second)]
     assert lengths == [2, 3]
@@ -114,7 +115,7 @@ def test_siblings_come_next_in_the_order_in_which_the_draft_came_first(
     target, passes = target_of(), list[list[int]]()
     engine, forward = Engine(target, Undecided(target)), target.forward
     sampling = Sampling(temp=0.8, seed=5, accept=accept)
-    generation = engine.start(Request(PROMPT, 30, 2, sampling, num_sibling_drafts=5))
+    generation = started(engine, Request(PROMPT, 30, 2, sampling, num_sibling_drafts=5))
 
     def noted(batch: Any, *more: Any) -> Any:
         passes.append(batch[0][1].tolist())
@@ -180,7 +181,7 @@ def test_rejected_rows_may_hold_nan(sampling: Sampling, siblings: int, monkeypat
     engine = scripted(lambda proposal, index, position: int(index == 1), sampling)
     path = [0, 1, 5] if siblings else [0, 1]
     others = [row for row in range(4 + siblings) if row not in path]
-    generation = engine.start(Request(PROMPT, 30, 3, sampling, num_sibling_drafts=siblings))
+    generation = started(engine, Request(PROMPT, 30, 3, sampling, num_sibling_drafts=siblings))
     for row in path:
         with monkeypatch.context() as patch:
             nan_in_rows(patch, [*others, row])
@@ -197,7 +198,7 @@ def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.Monke
     request = Request(PROMPT, 40, 3, SAMPLERS[1], num_sibling_drafts=5)
     # The constants of its shapes are made once.
     run(engine, request)
-    generation = engine.start(request)
+    generation = started(engine, request)
     engine.step(generation)  # the first round is timed, so it waits twice
     calls, evaluate = 0, mx.eval
 

@@ -42,8 +42,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "hidden_act": (None, "silu"),
 }
-# What changes nothing here: layer types say where windows are, and the target is given.
+# What changes nothing here: layer types say where windows are, tensors what DFlash 2 has, and the target is given.
 HARMLESS = {
+    *("sliding_window", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("use_sliding_window", "max_window_layers", "target_hidden_size", "num_anchors"),
     *("swa_window_size", "mask_token", "target_model", "target_model_type"),
 }
