@@ -219,9 +219,7 @@ def summary(statistics: Statistics) -> str:
     parts.append(f"{statistics.accepted_length:.2f} tokens a round")
     if statistics.drafted:
         parts.append("acceptance " + " ".join(f"{share:.2f}" for share in statistics.acceptance))
-    parts.append(f"prompt {statistics.prompt_tokens} tokens")
-    if cached := getattr(statistics, "cached_tokens", 0):
-        parts.append(f"{cached} of them cached")
+    parts.append(f"prompt {statistics.prompt_tokens} tokens, {statistics.cached_tokens} of them cached")
     return f"[{', '.join(parts)}]"
 
 

@@ -72,12 +72,10 @@ class Conversation:
 
     def _turn(self, request: Request, text: TextStream) -> Responses:
         with wired_limit(self._engine.target.model):
-            generation = start_after(self._engine, request, self._last)
+            generation = self._engine.start(request, after=self._last)
             self.close()
             self._last = generation
-            yield from read(self._engine, [generation], [text], at_end=lambda _: None)
-
-
-def start_after(engine: Engine, request: Request, earlier: Generation | None) -> Generation:
-    """Start a request that continues an earlier one, as far as their tokens are the same."""
-    return engine.start(request)
+            try:
+                yield from read(self._engine, [generation], [text], at_end=lambda _: None)
+            finally:
+                self._engine.cancel(generation)

@@ -30,6 +30,7 @@ CONTEXT = 200_000  # so that a generation without limit takes long enough to be 
 STATS = {
     "text",
     "prompt_tokens",
+    "cached_tokens",
     "prompt_tps",
     "generation_tokens",
     "generation_tps",

@@ -100,8 +100,7 @@ def test_a_reply_that_is_left_is_cut_and_the_chat_goes_on(loaded: Loaded, how: s
         messages = answered(HELLO, begun, "go on")
         assert text_of(conversation.stream(messages, max_tokens=TOKENS)) == cold(loaded, messages)
         if how == "keep":
-            with pytest.raises(RequestError, match="was closed"):
-                list(reading)
+            assert all(response.finish_reason is None for response in reading)
 
 
 def test_an_interruption_leaves_the_conversation_usable(loaded: Loaded) -> None:
