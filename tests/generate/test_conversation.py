@@ -60,6 +60,20 @@ def test_every_reply_is_the_one_of_the_whole_chat(loaded: Loaded, options: dict[
             messages = answered(messages, reply, f"an in {turn}")
 
 
+def test_a_turn_reads_only_what_is_new(loaded: Loaded) -> None:
+    """Whole chunks of the prompt before; the answer and what follows are read again."""
+    messages, cached = HELLO * 3, []
+    with Conversation(*loaded) as conversation:
+        for _ in range(3):
+            found = list(conversation.stream(messages, max_tokens=TOKENS, prefill_step_size=8))
+            cached.append(found[-1].statistics.cached_tokens)
+            assert text_of(found) == cold(loaded, messages, prefill_step_size=8)
+            before = len(chat_prompt(loaded[1], messages)) - 1
+            messages = answered(messages, text_of(found), "an inn")
+        assert cached[0] == 0 and 0 < cached[1] < cached[2] <= before // 8 * 8
+    assert all(count % 8 == 0 for count in cached)
+
+
 def test_log_probabilities_and_counts_are_those_of_stream_generate(loaded: Loaded) -> None:
     options: dict[str, Any] = {"max_tokens": TOKENS, "top_logprobs": 2, "logprobs": True}
     with Conversation(*loaded) as conversation:
