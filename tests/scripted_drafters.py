@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from started import started
 
 from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
 from mlx_spec.engine import Engine, Request
@@ -145,7 +146,7 @@ def run(engine: Engine, request: Request, policy: Any = None) -> Finished:
     Checks after every round that all but the anchor is cached, and at the end that the pages came back.
     """
     pages = engine.target.pool.pages_in_use
-    generation = engine.start(request)
+    generation = started(engine, request)
     rounds = []
     try:
         if policy is not None:
