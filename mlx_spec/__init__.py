@@ -10,6 +10,7 @@ from mlx_spec.engine import Engine as Engine
 from mlx_spec.engine import Statistics as Statistics
 from mlx_spec.errors import MlxSpecError as MlxSpecError
 from mlx_spec.errors import ModelWarning as ModelWarning
+from mlx_spec.generate import Conversation as Conversation
 from mlx_spec.generate import GenerationResponse as GenerationResponse
 from mlx_spec.generate import generate as generate
 from mlx_spec.generate import stream_generate as stream_generate

@@ -16,9 +16,11 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 NAMES = [
     "BestBranch",
     "Branch",
+    "Conversation",
     "Engine",
     "GenerationResponse",
     "MlxSpecError",
+    "ModelWarning",
     "Sampling",
     "Statistics",
     "best_branch",
@@ -125,7 +127,7 @@ print(json.dumps({
     assert done.stderr == ""
     files = sorted((ROOT / "mlx_spec/cli").glob("[!_]*.py"))
     commands = [f"mlx_spec.{path.stem}" for path in files if "\ndef main(" in path.read_text()]
-    assert len(commands) == 6
+    assert len(commands) == 7
     expected = {name: [f"usage: python -m {name}"] * 2 for name in commands}
     found = json.loads(done.stdout)
     assert {name: [text.split(" -h")[0].strip() for text in texts] for name, texts in found.items()} == expected

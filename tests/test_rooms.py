@@ -12,15 +12,18 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench check extract_mtp quantize_drafter",
+        "mlx_spec": "__init__ bench chat check extract_mtp quantize_drafter",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
-    {"mlx_spec.cli": "bench check command drafters extract_mtp generate generate_flags quantize_drafter"},
+    {
+        "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags generate_options "
+        "quantize_drafter",
+    },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
-        "mlx_spec.generate": "best_branch stream text_stream",
+        "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
@@ -57,9 +60,15 @@ LEVELS: list[dict[str, str]] = [
 ]
 # The drafters do not know each other, though they are one room.
 APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.drafters.mtp"]
-ROOT_FILES = {"__init__.py", "bench.py", "cache_folder.py", "check.py", "errors.py", "extract_mtp.py"} | {
-    "quantize_drafter.py"
-}
+ROOT_FILES = {
+    "__init__.py",
+    "bench.py",
+    "chat.py",
+    "cache_folder.py",
+    "check.py",
+    "errors.py",
+    "extract_mtp.py",
+} | {"quantize_drafter.py"}
 
 
 def level_of() -> dict[str, int]:

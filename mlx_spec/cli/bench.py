@@ -27,7 +27,8 @@ from mlx_spec.demo import HELD_OUT
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import make_sampling, stream_generate
+from mlx_spec.generate.options import make_sampling
+from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
 from mlx_spec.measure.costs import as_json
 from mlx_spec.measure.store import version_of

@@ -10,20 +10,24 @@ from typing import Any
 from tqdm import tqdm
 
 from mlx_spec.cli.command import note, run_command, status_of
-from mlx_spec.cli.generate_flags import draft_tokens, logit_bias, setup_arg_parser, shielded
-from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.cli.generate_flags import setup_arg_parser, shielded
+from mlx_spec.cli.generate_options import (
+    end_tokens,
+    generation_options,
+    load_options,
+    read_template_config,
+    require_utf8,
+    unescaped,
+    without_effect,
+)
 from mlx_spec.diagnose.rows import RowCheck
-from mlx_spec.drafters.kind import DrafterOptions
-from mlx_spec.engine import Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import GenerationResponse, make_sampling, require_text, stream_generate
+from mlx_spec.generate.options import chat_prompt
+from mlx_spec.generate.stream import GenerationResponse, stream_generate
 from mlx_spec.loading.load import load
 
 # A prompt that prefills in fewer chunks than this needs no progress bar.
 BAR_FROM_CHUNKS = 2
-# Flags that change nothing where no token is drawn, and where none is drafted.
-DRAWING = ("top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold", "seed", "accept")
-DRAFTING = ("drafter", "draft_vocab", "draft_bits")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,36 +40,22 @@ def run(args: argparse.Namespace) -> int:
     """Load, generate, and print the summary. Raises MlxSpecError."""
     require_utf8(args)
     options = generation_options(args)
-    check_load_options(args)
+    loading = load_options(args)
+    check_template_flags(args)
     template_config = read_template_config(args)
-    for sentence in without_effect(args):
+    for sentence in without_effect(args, setup_arg_parser().parse_args([])):
         note(sentence)
     text = standard_input() if args.prompt == "-" else unescaped(args.prompt)
     if not text.strip():
         raise RequestError("The prompt is empty: give --prompt TEXT, or --prompt - and text on standard input.")
-    is_plain = options["num_draft_tokens"] == 0
-    engine, tokenizer = load(
-        args.model,
-        None if is_plain or args.drafter == "none" else args.drafter,
-        draft_vocab=None if is_plain else args.draft_vocab,
-        draft_bits=None if is_plain else args.draft_bits,
-        exact=args.exact == "on",
-        max_cached_tokens=args.max_kv_size,
-        adapter_path=args.adapter_path,
-        trust_remote_code=args.trust_remote_code,
-        progress=sys.stderr.isatty(),
-    )
-    for token in args.extra_eos_token:
-        add_eos_token(tokenizer, token)
-    if args.xtc_probability:
-        special = {*tokenizer.encode("\n"), *tokenizer.eos_token_ids}
-        options["xtc_special_tokens"] = tuple(sorted(t for t in special if t < engine.target.vocab_size))
+    engine, tokenizer = load(args.model, **loading)
+    options |= end_tokens(tokenizer, args, engine.target.vocab_size)
     check = RowCheck(engine.target) if args.check_rows else None
     with PrefillBar(args.prefill_step_size) as bar:
         responses = stream_generate(
             engine,
             tokenizer,
-            chat_prompt(tokenizer, text, args, template_config),
+            message_prompt(tokenizer, text, args, template_config),
             prompt_progress_callback=bar.update,
             on_verified=check.check if check else None,
             **options,
@@ -87,63 +77,13 @@ def run(args: argparse.Namespace) -> int:
     return stopped
 
 
-def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of stream_generate that the command line sets. Raises RequestError."""
-    names = ("max_tokens", "prefill_step_size", "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k")
-    more = ("xtc_probability", "xtc_threshold", "seed", "accept")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    options = {name: getattr(args, name) for name in (*names, *more, *penalties)}
-    options["stop"] = [unescaped(text) for text in args.stop]
-    options["num_draft_tokens"] = draft_tokens(args.num_draft_tokens)
-    if args.logit_bias is not None:
-        options["logit_bias"] = logit_bias(args.logit_bias)
-    # Checked here, before a model is loaded.
-    make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
-    Request([0], max_tokens=args.max_tokens, prefill_step_size=args.prefill_step_size).check_limits()
-    return options
-
-
-def check_load_options(args: argparse.Namespace) -> None:
-    """Raise RequestError for what ``load`` would refuse of any model, after a long time."""
-    DrafterOptions(draft_bits=args.draft_bits)
-    for name in ("max_kv_size", "draft_vocab"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise RequestError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
-
-
-def without_effect(args: argparse.Namespace) -> list[str]:
-    """Return a sentence for each group of flags that change nothing, because another flag makes them so."""
-    given = [
-        name for name, default in vars(setup_arg_parser().parse_args([])).items() if getattr(args, name) != default
-    ]
-
-    def told(names: Sequence[str], reason: str) -> list[str]:
-        flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
-        return [f"{' and '.join(flags)}: no effect, {reason}."] if flags else []
-
-    sampling = (
-        "top_p",
-        "min_p",
-        "min_tokens_to_keep",
-        "top_k",
-        "xtc_probability",
-        "xtc_threshold",
-        "seed",
-        "accept",
-    )
-    drafting = ("draft_vocab", "draft_bits", "accept")
-    found = told(sampling, "--temp 0 takes the most likely token") if args.temp == 0 else []
-    if args.temp and not args.min_p:
-        found += told(["min_tokens_to_keep"], "it is a bound of --min-p")
-    if args.temp and not args.xtc_probability:
-        found += told(["xtc_threshold"], "it needs --xtc-probability")
-    if draft_tokens(args.num_draft_tokens) == 0:
-        wanted = () if args.drafter == "none" else ("drafter",)
-        found += told(
-            (*wanted, *(drafting if args.temp else drafting[:2])), "--num-draft-tokens 0 decodes plainly"
-        )
-    return found
+def check_template_flags(args: argparse.Namespace) -> None:
+    """Raise RequestError for flags that only a chat template would take, where none is used."""
+    names = ("system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template")
+    used = [name for name in names if getattr(args, name)]
+    if used and args.ignore_chat_template:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in used)
+        raise RequestError(f"{flags} would have no effect with --ignore-chat-template.")
 
 
 def is_templated(tokenizer: Any, args: argparse.Namespace) -> bool:
@@ -162,46 +102,7 @@ def standard_input() -> str:
         raise RequestError(f"Standard input must be UTF-8 text; byte {error.start} of it is not.") from None
 
 
-def require_utf8(args: argparse.Namespace) -> None:
-    """Raise RequestError for a text that is not UTF-8; the names of folders may be anything."""
-    for name, value in vars(args).items():
-        for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path"):
-                require_text(f"--{name.replace('_', '-')}", text)
-
-
-def unescaped(text: str) -> str:
-    r"""Return a text with its ``\n`` and ``\t`` as newlines and tabs, as mlx_lm does."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def read_template_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Read --chat-template-config. Raises RequestError, and for flags that only a chat template would take."""
-    names = ("system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template")
-    used = [name for name in names if getattr(args, name)]
-    if used and args.ignore_chat_template:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in used)
-        raise RequestError(f"{flags} would have no effect with --ignore-chat-template.")
-    try:
-        config = json.loads(args.chat_template_config or "{}")
-        assert isinstance(config, dict)
-    except (ValueError, AssertionError):
-        raise RequestError(
-            f"--chat-template-config takes a JSON object, not {args.chat_template_config!r}."
-        ) from None
-    return config
-
-
-def add_eos_token(tokenizer: Any, token: str) -> None:
-    """Let a token, given by text or id, end the answer. Raises RequestError."""
-    # Asked here, because a tokenizer with an unknown-token takes every text for that one.
-    known = int(token) < len(tokenizer) if token.isdecimal() else token in tokenizer.get_vocab()
-    if not known:
-        raise RequestError(f"--extra-eos-token {token!r} is no token of this model.")
-    tokenizer.add_eos_token(token)
-
-
-def chat_prompt(
+def message_prompt(
     tokenizer: Any, text: str, args: argparse.Namespace, template_config: dict[str, Any]
 ) -> str | list[int]:
     """Put the message into the model's chat template, where it has one. Raises RequestError."""
@@ -219,11 +120,7 @@ def chat_prompt(
     if continued:
         messages.append({"role": "assistant", "content": args.prefill_response})
     ending = {"continue_final_message": continued, "add_generation_prompt": not continued}
-    try:
-        rendered = tokenizer.apply_chat_template(messages, **{**template_config, **ending, "tokenize": False})
-    except Exception as error:  # templates raise what they like
-        raise RequestError(f"The model's chat template refuses the messages: {error}") from error
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
+    return chat_prompt(tokenizer, messages, **{**template_config, **ending})
 
 
 def default_template(tokenizer: Any, args: argparse.Namespace) -> str | None:

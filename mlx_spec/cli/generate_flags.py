@@ -1,8 +1,11 @@
-"""The flags of ``python -m mlx_spec.generate``: mlx_lm.generate's, and more; what does not exist is refused."""
+"""The flags of ``python -m mlx_spec.generate``: mlx_lm.generate's, and more; what does not exist is refused.
+
+``python -m mlx_spec.chat`` shares most groups.
+"""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mlx_spec.errors import RequestError
@@ -32,12 +35,11 @@ wrong usage, 130 after Ctrl-C, 143 after SIGTERM."""
 
 
 class Refused(argparse.Action):
-    """A flag of mlx_lm.generate that is refused with its reason."""
+    """A flag of mlx_lm that is refused with its reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """End with status 2."""
-        flag = self.option_strings[0]
-        parser.error(f"{flag} does not exist here: {REFUSED[flag]}.")
+        parser.error(f"{self.option_strings[0]} does not exist here: {self.const}.")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -52,14 +54,20 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.register("type", None, unshielded)
     add_model_flags(parser)
     add_prompt_flags(parser)
+    add_template_flags(parser)
     add_end_flags(parser)
     add_sampling_flags(parser)
     add_drafting_flags(parser)
     add_output_flags(parser)
-    for flag in REFUSED:
-        flags = [flag, "-qa"] if flag == "--quantize-activations" else [flag]
-        parser.add_argument(*flags, action=Refused, nargs="*", help=argparse.SUPPRESS)
+    add_refused_flags(parser, REFUSED)
     return parser
+
+
+def add_refused_flags(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
+    """Add flags that are refused, each with its reason."""
+    for flag, reason in reasons.items():
+        flags = [flag, "-qa"] if flag == "--quantize-activations" else [flag]
+        parser.add_argument(*flags, action=Refused, nargs="*", const=reason, help=argparse.SUPPRESS)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +94,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the prompt."""
     add = parser.add_argument_group("prompt").add_argument
     add("--prompt", "-p", default="hello", help="the message; - reads it from standard input (default: hello)")
-    add("--system-prompt", help="system message of the chat template")
     add("--prefill-response", help="beginning of the answer, to be continued")
     add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
     add(
@@ -94,6 +101,12 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use the default chat template of a tokenizer without its own; refused if there is none",
     )
+
+
+def add_template_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how messages become a prompt, and how that is read."""
+    add = parser.add_argument_group("chat template").add_argument
+    add("--system-prompt", help="system message of the chat template")
     add("--chat-template-config", help='further arguments of the chat template, as {"enable_thinking": false}')
     add("--prefill-step-size", type=int, default=512, help="prompt tokens read in one pass (default: 512)")
 
@@ -171,12 +184,12 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
         help="off takes MLX's own operations where these are faster: "
         "the answer may then differ from plain decoding's at near ties (default: on)",
     )
-    add("--check-rows", action="store_true", help="compute every verified row again alone, and report differences")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of what is printed."""
     add = parser.add_argument_group("output").add_argument
+    add("--check-rows", action="store_true", help="compute every verified row again alone, and report differences")
     add("--verbose", type=str_to_bool, default=True, help="F prints the answer only (default: T)")
     add(
         "--stats",

@@ -1,5 +1,6 @@
 """How many tokens to draft next: the depth with the least expected time per emitted token."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,6 +21,8 @@ PRIOR, RUNNER_UP = 0.75, 0.25
 FORGET = 0.98
 # Drafting must promise this much less time a token than plain decoding, or it is paused; siblings less than none.
 MARGIN = 0.98
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ class CostAware:
     _wait: int = FIRST_WAIT
     _paused_for: int = 0
     _probing: int = 0
+    _is_paused: bool = False
 
     def __post_init__(self) -> None:
         self.reach = [[4.0, 4.0 * self.prior] for _ in range(self.max_depth)]
@@ -191,7 +195,11 @@ class CostAware:
     def depth(self) -> int:
         """Return the best depth, or a probe of drafting when it has been paused for long."""
         best = min(range(self.max_depth + 1), key=self.ms_per_token)
-        if best and self.ms_per_token(best) < MARGIN * self.ms_per_token(0):
+        pays = best > 0 and self.ms_per_token(best) < MARGIN * self.ms_per_token(0)
+        if pays == self._is_paused:
+            self._is_paused = not pays
+            logger.info("Drafting is %s: %s", "resumed" if pays else "paused", self.reason)
+        if pays:
             self._wait, self._paused_for = FIRST_WAIT, 0
             return best
         return self._best_draft() if self._probes_now() else 0

@@ -1,5 +1,6 @@
 """What the drafter remembers of each generation: a bounded number of states, the least recently used go first."""
 
+import logging
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Pass
 
 MAX_DRAFTER_STATES = 64
+
+logger = logging.getLogger(__name__)
 
 
 class DrafterStates:
@@ -116,9 +119,16 @@ class DrafterStates:
         """Draft no more for a generation, and say why in its statistics."""
         self.forget(generation)
         generation.statistics.drafter_failure = reason
+        logger.info("Drafting ends for a generation of %d tokens: %s", len(generation.tokens), reason)
 
     def _use(self, generation: Generation) -> None:
         self._used.pop(generation, None)
         self._used[generation] = None
         if len(self._used) > self.max_states:
-            self.forget(next(iter(self._used)))
+            oldest = next(iter(self._used))
+            self.forget(oldest)
+            logger.info(
+                "The drafter forgets a generation of %d tokens: it remembers at most %d.",
+                len(oldest.tokens),
+                self.max_states,
+            )

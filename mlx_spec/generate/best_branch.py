@@ -10,8 +10,9 @@ from mlx_lm.generate import wired_limit
 from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.stream import encode, end_where_full, make_sampling, stop_strings, with_detokenizer
-from mlx_spec.generate.text_stream import TextStream
+from mlx_spec.generate.options import encode, make_sampling
+from mlx_spec.generate.stream import end_where_full
+from mlx_spec.generate.text_stream import TextStream, with_detokenizer
 
 
 @dataclass
@@ -104,8 +105,7 @@ def best_branch(
             f"best_branch takes at least 1 branch of 1 to max_tokens ({max_tokens}) tokens, "
             f"not {branches} of {branch_tokens}."
         )
-    stops = stop_strings(stop)
-    running = [RunningBranch(TextStream(tokenizer, stops), until) for _ in range(branches)]
+    running = [RunningBranch(TextStream(tokenizer, stop), until) for _ in range(branches)]
     request = Request(
         prompt=encode(tokenizer, prompt),
         max_tokens=branch_tokens,

@@ -1,34 +1,19 @@
 """Generating text: prompts in, text segments out. What ``mlx_lm.generate`` offers, with a drafter."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request, Round
-from mlx_spec.engine.request import token_ids
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.errors import ContextFull, RequestError
-from mlx_spec.generate.text_stream import TextStream
+from mlx_spec.generate.options import text_request
+from mlx_spec.generate.text_stream import TextStream, with_detokenizer
 from mlx_spec.target import CachedSequence, reserve_positions
-
-# What mlx_lm's functions take and these do not, and what to do instead.
-NOT_HERE = {
-    "sampler": "a function cannot share its noise with a drafter, so give its settings: temp=, top_p=, min_p=, "
-    "top_k=, xtc_probability= and so on",
-    "prompt_cache": "a cache belongs to a running engine, so use engine.start and engine.fork",
-    "draft_model": "the drafter is the second argument of load",
-    "max_kv_size": "give max_cached_tokens= to load, for all generations together",
-    "kv_bits": "the cache keeps the model's precision",
-    "kv_group_size": "the cache keeps the model's precision",
-    "quantized_kv_start": "the cache keeps the model's precision",
-    "input_embeddings": "a prompt is text or token ids",
-}
 
 
 @dataclass(frozen=True)
@@ -66,6 +51,9 @@ class GenerationResponse:
     index: int = 0
 
 
+Responses = Generator[GenerationResponse, None, None]
+
+
 def stream_generate(
     engine: Engine,
     tokenizer: Any,
@@ -82,7 +70,7 @@ def stream_generate(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None,
     **sampling: Any,
-) -> Iterator[GenerationResponse]:
+) -> Responses:
     """Generate from a prompt, token by token.
 
     engine, tokenizer: from ``load``.
@@ -100,48 +88,65 @@ def stream_generate(
     on_verified: see Request.
     sampling: temp, top_p, min_p, top_k, seed, accept, logit_bias, repetition_penalty and so on, see Sampling.
     None stands for the default of each option. A full cache ends a text with "length", as a full context does.
-    Closing the iterator stops cleanly and gives the memory back. Raises RequestError, NonFiniteError.
+    Wrong options are refused at the call; the prompt is read with the first token. Closing the iterator stops
+    cleanly and gives the memory back. Raises RequestError, NonFiniteError.
     """
     n, tokenizer = 1 if n is None else whole("n", n), with_detokenizer(tokenizer)
     if n < 1:
         raise RequestError(f"n must be at least 1, not {n}.")
-    streams = [TextStream(tokenizer, stop_strings(stop)) for _ in range(n)]
-    request = Request(
-        prompt=encode(tokenizer, prompt),
+    texts = [TextStream(tokenizer, stop) for _ in range(n)]
+    request = text_request(
+        tokenizer,
+        prompt,
+        texts[0],
         max_tokens=max_tokens,
         num_draft_tokens=num_draft_tokens,
-        sampling=make_sampling(sampling),
-        eos_token_ids=frozenset(tokenizer.eos_token_ids),
-        prefill_step_size=prefill_step_size,
+        num_sibling_drafts=num_sibling_drafts,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        num_sibling_drafts=num_sibling_drafts,
-        is_end=streams[0].add,
-        on_progress=no_progress if prompt_progress_callback is None else prompt_progress_callback,
+        prefill_step_size=prefill_step_size,
+        prompt_progress_callback=prompt_progress_callback,
         on_verified=on_verified,
+        **sampling,
     )
+    request.check(engine.target, engine.states.max_draft)
+    return start_and_read(engine, request, texts)
+
+
+def start_and_read(engine: Engine, request: Request, texts: Sequence[TextStream]) -> Responses:
+    """Generate as many texts of a request as there are streams, and close each at its end."""
     with wired_limit(engine.target.model):
         generations = [engine.start(request)]
         try:
-            for index in range(1, n):
+            for index, text in enumerate(texts[1:], 1):
                 seed = request.sampling.seed + index
-                generations.append(engine.fork(generations[0], seed=seed, is_end=streams[index].add))
-            while running := in_turn(generations):
-                rounds = engine.step(running)
-                end_where_full(running)
-                for done, generation in zip(rounds, running, strict=True):
-                    index = generations.index(generation)
-                    yield from _responses(done, generation, streams[index], index)
-                    if generation.finish_reason is not None:
-                        engine.close(generation)
-                raise_errors(rounds)
+                generations.append(engine.fork(generations[0], seed=seed, is_end=text.add))
+            yield from read(engine, generations, texts, at_end=engine.close)
         finally:
             for generation in generations:
                 engine.close(generation)
 
 
-def no_progress(done: int, total: int) -> None:
-    """Show nothing."""
+def read(
+    engine: Engine,
+    generations: Sequence[Generation],
+    texts: Sequence[TextStream],
+    at_end: Callable[[Generation], None],
+) -> Responses:
+    """Step generations to their ends, and bring the text of each as it comes.
+
+    at_end: called with each that has come to its end.
+    Raises what goes wrong with one of them.
+    """
+    while running := in_turn(generations):
+        rounds = engine.step(running)
+        end_where_full(running)
+        for done, generation in zip(rounds, running, strict=True):
+            index = generations.index(generation)
+            yield from responses(generation, done, texts[index], index)
+            if generation.finish_reason is not None:
+                at_end(generation)
+        raise_errors(rounds)
 
 
 def in_turn(generations: Sequence[Generation]) -> list[Generation]:
@@ -169,18 +174,21 @@ def raise_errors(rounds: Sequence[Round]) -> None:
             raise done.error
 
 
-def _responses(
-    done: Round, generation: Generation, stream: TextStream, index: int
-) -> Iterator[GenerationResponse]:
+def responses(generation: Generation, done: Round, text: TextStream, index: int = 0) -> Responses:
+    """Return what a round brought a generation, token by token; the last one of all has the ``finish_reason``.
+
+    text: the stream that its request was made with.
+    index: which of several texts it is.
+    """
     statistics, finished = generation.statistics, generation.finish_reason
     before = statistics.tokens - len(done.tokens)
     if done.tokens and finished is not None:
-        stream.finish(stop_token=done.tokens[-1] in generation.request.eos_token_ids)
+        text.finish(stop_token=done.tokens[-1] in generation.request.eos_token_ids)
     for i, token in enumerate(done.tokens):
         is_last = i + 1 == len(done.tokens)
         logprobs = done.logprobs[i] if done.logprobs else None
         yield GenerationResponse(
-            text=stream.segments[before + i],
+            text=text.segments[before + i],
             token=token,
             logprobs=logprobs.all if logprobs else None,
             from_draft=i < done.num_from_draft,
@@ -250,53 +258,3 @@ def generate(
             print(f"\n{'-' * 10}\n".join(texts), end="")
         print(f"\n{'=' * 10}\n{response.statistics}\nPeak memory: {response.peak_memory:.3f} GB")
     return texts[0] if n is None else texts
-
-
-def with_detokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer as mlx-lm's; one of transformers is wrapped. Raises RequestError for what is none."""
-    if hasattr(tokenizer, "detokenizer"):
-        return tokenizer
-    if not hasattr(tokenizer, "eos_token_id"):
-        raise RequestError(f"A tokenizer of mlx_spec.load, mlx_lm or transformers is needed, not {tokenizer!r}.")
-    return TokenizerWrapper(tokenizer)
-
-
-def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Return the token ids of a prompt; text gets a BOS token where the tokenizer adds one and it has none yet.
-
-    Raises RequestError for anything else, and for text that is none.
-    """
-    if not isinstance(prompt, str):
-        return token_ids(prompt)
-    require_text("The prompt", prompt)
-    bos = tokenizer.bos_token
-    return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
-
-
-def require_text(what: str, text: str) -> None:
-    """Raise RequestError for half characters, as Python reads bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{what} must be UTF-8 text; what comes after {text[: error.start][-20:]!r} is not."
-        ) from None
-
-
-def stop_strings(stop: str | Sequence[str] | None) -> list[str]:
-    """Return the strings that end a text. Raises RequestError for anything else."""
-    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(strings, Iterable) or not all(isinstance(each, str) for each in strings):
-        raise RequestError(f"stop takes a string or several, not {stop!r}.")
-    return list(strings)
-
-
-def make_sampling(options: dict[str, Any]) -> Sampling:
-    """Build the sampling settings. Raises RequestError for a name or a value that is none of them."""
-    fields = Sampling.__dataclass_fields__
-    for name, value in options.items():
-        if name in NOT_HERE and value is not None:
-            raise RequestError(f"{name}= is not taken here: {NOT_HERE[name]}.")
-        if name not in fields.keys() | NOT_HERE.keys():
-            raise RequestError(f"There is no option {name}=; sampling takes {', '.join(fields)}.")
-    return Sampling(**{name: value for name, value in options.items() if value is not None})

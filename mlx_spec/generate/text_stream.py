@@ -1,9 +1,11 @@
 """Text from tokens, as it comes: whole characters only, and nothing from a stop string on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+
+from mlx_spec.errors import RequestError
 
 SPACE = "Ġ"  # of byte-level tokens
 ZERO_WIDTH_JOINER = "\u200d"
@@ -16,10 +18,14 @@ class TextStream:
     completes a stop string. ``segments``: for each token so far, the text that became certain with it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: str | Sequence[str] | None = ()) -> None:
+        """Begin the text of one generation, which ends before any of the stop strings.
+
+        Raises RequestError for what is no tokenizer and no string.
+        """
         self.segments: list[str] = []
-        self._detokenizer = tokenizer.detokenizer
-        self._stop = [s for s in stop if s]
+        self._detokenizer = with_detokenizer(tokenizer).detokenizer
+        self._stop = [s for s in stop_strings(stop) if s]
         self._held = ""
         self._ended = False
         self._dropped = ""
@@ -80,3 +86,20 @@ def dropped_space(detokenizer: Any, first: int) -> str:
     """Return the space that mlx-lm's detokenizer of byte-level tokens drops of a text's first token, if any."""
     tokens = detokenizer.tokenmap if isinstance(detokenizer, BPEStreamingDetokenizer) else []
     return " " if first < len(tokens) and tokens[first].startswith(SPACE) else ""
+
+
+def with_detokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer as mlx-lm's; one of transformers is wrapped. Raises RequestError for what is none."""
+    if hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise RequestError(f"A tokenizer of mlx_spec.load, mlx_lm or transformers is needed, not {tokenizer!r}.")
+    return TokenizerWrapper(tokenizer)
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the strings that end a text. Raises RequestError for anything else."""
+    strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(strings, Iterable) or not all(isinstance(each, str) for each in strings):
+        raise RequestError(f"stop takes a string or several, not {stop!r}.")
+    return list(strings)

@@ -1,5 +1,6 @@
 """From names to loaded models: the target, its tokenizer and its drafter, in an engine."""
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from mlx_spec.target.families import family_of
 
 # Rows of the largest pass that exactness is checked with where there is no drafter.
 DEFAULT_ROWS = 8
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -102,6 +105,14 @@ def load(
         if found is not None and found.kind.other_wirings is not None and not found.is_shipped:
             wirings = found.kind.other_wirings(found.drafter, target.num_layers)
             check_wiring(target, wirings, tokenizer, label, progress)
+    logger.info(
+        "Loaded %s (%s, %d layers, %d positions) with %s.",
+        model,
+        target.dtype,
+        target.num_layers,
+        target.context,
+        f"the drafter {label}, up to {bound.max_draft} tokens" if bound is not None else "no drafter",
+    )
     return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
 
 

@@ -19,16 +19,18 @@ from mlx_lm.generate import setup_arg_parser as mlx_lm_arg_parser
 from tiny_folders import TEMPLATE, write_dflash2, write_model
 
 from mlx_spec import GenerationResponse, ModelWarning, Sampling, generate, load, stream_generate
-from mlx_spec.cli.generate import PrefillBar, generation_options, main
+from mlx_spec.cli.generate import PrefillBar, main
 from mlx_spec.cli.generate_flags import REFUSED, Refused, setup_arg_parser
+from mlx_spec.cli.generate_options import generation_options
 from mlx_spec.measure.costs import fastest
 
-MODULES = ("generate", "check", "bench", "extract_mtp", "quantize_drafter")
+MODULES = ("generate", "chat", "check", "bench", "extract_mtp", "quantize_drafter")
 COMMAND = sys.modules["mlx_spec.cli.generate"]
 CONTEXT = 200_000  # so that a generation without limit takes long enough to be stopped
 STATS = {
     "text",
     "prompt_tokens",
+    "cached_tokens",
     "prompt_tps",
     "generation_tokens",
     "generation_tps",
@@ -309,7 +311,8 @@ def test_flags_reach_load(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     argv = f"--model {model} --drafter eagle --adapter-path {tmp_path} --trust-remote-code --max-kv-size 96"
     assert main([*argv.split(), "--draft-vocab", "500", "--draft-bits", "4", "--exact", "off"]) == 130
     assert asked == dict(
-        names=(model, "eagle"),
+        names=(model,),
+        drafter="eagle",
         adapter_path=str(tmp_path),
         trust_remote_code=True,
         max_cached_tokens=96,

@@ -19,7 +19,7 @@ from tiny_folders import write_dflash2, write_model
 from metal_kernels.launching.implementations import Implementation
 from mlx_spec import Engine, GenerationResponse, Sampling, generate, load, stream_generate
 from mlx_spec.errors import ContextFull, RequestError
-from mlx_spec.generate.stream import NOT_HERE
+from mlx_spec.generate.options import NOT_HERE
 
 mlx_lm_module = sys.modules["mlx_lm.generate"]
 PROMPT = "then the other"
