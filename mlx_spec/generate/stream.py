@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_spec.decoding.grammar import Grammar, Place
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request, Round
@@ -76,6 +77,7 @@ def stream_generate(
     num_draft_tokens: int | Literal["adaptive"] | None = None,
     num_sibling_drafts: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
     prefill_step_size: int = 512,
@@ -93,6 +95,7 @@ def stream_generate(
         whose drafts were all accepted, and down after rounds in which none was; 0 is plain decoding.
     num_sibling_drafts: second choices to verify beside a number of drafts. None lets measured costs decide.
     stop: text that ends the generation and is not returned.
+    grammar: what the text must match, such as ``Grammar.json_schema({...})``.
     logprobs: bring the log-probability of each token, after penalties and before temperature.
     top_logprobs: and those of so many of the most likely tokens, up to 16.
     prefill_step_size: prompt tokens of a pass.
@@ -116,6 +119,7 @@ def stream_generate(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         num_sibling_drafts=num_sibling_drafts,
+        grammar=begin(grammar, tokenizer, engine),
         is_end=streams[0].add,
         on_progress=no_progress if prompt_progress_callback is None else prompt_progress_callback,
         on_verified=on_verified,
@@ -271,6 +275,13 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     require_text("The prompt", prompt)
     bos = tokenizer.bos_token
     return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+
+
+def begin(grammar: Grammar | None, tokenizer: Any, engine: Engine) -> Place | None:
+    """Return the place before the first token of a grammar, if there is one. Raises RequestError."""
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise RequestError(f"grammar takes a mlx_spec.Grammar, such as Grammar.json_schema(...), not {grammar!r}.")
+    return None if grammar is None else grammar.start(tokenizer, engine.target.vocab_size)
 
 
 def require_text(what: str, text: str) -> None:
