@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mlx_spec.cli.command import note, run_command, status_of
-from mlx_spec.cli.generate_flags import draft_tokens, logit_bias, setup_arg_parser, shielded
+from mlx_spec.cli.generate_flags import draft_tokens, grammar, logit_bias, setup_arg_parser, shielded
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.diagnose.rows import RowCheck
 from mlx_spec.drafters.kind import DrafterOptions
@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
             on_verified=check.check if check else None,
             **options,
         )
-        # As in mlx_lm, an answer does not begin with the space that parts it from the template.
-        is_answer = is_templated(tokenizer, args)
+        # As in mlx_lm, an answer does not begin with the space that parts it from the template; one that matches
+        # a grammar is not changed.
+        is_answer = is_templated(tokenizer, args) and options["grammar"] is None
         answer, last, stopped = read_responses(responses, is_answer, is_printed=args.stats == "text")
     if stopped:
         print("stopped", file=sys.stderr)
@@ -97,6 +98,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     options["num_draft_tokens"] = draft_tokens(args.num_draft_tokens)
     if args.logit_bias is not None:
         options["logit_bias"] = logit_bias(args.logit_bias)
+    options["grammar"] = grammar(args)
     # Checked here, before a model is loaded.
     make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
     Request([0], max_tokens=args.max_tokens, prefill_step_size=args.prefill_step_size).check_limits()
@@ -166,7 +168,7 @@ def require_utf8(args: argparse.Namespace) -> None:
     """Raise RequestError for a text that is not UTF-8; the names of folders may be anything."""
     for name, value in vars(args).items():
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path"):
+            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path", "grammar"):
                 require_text(f"--{name.replace('_', '-')}", text)
 
 

@@ -7,6 +7,7 @@ nothing behind, and a round that is taken back goes back to the place before it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -43,14 +44,14 @@ class Grammar:
             raise RequestError(f"A grammar is of kind {', '.join(NAMES)}, not {self.kind!r}.")
         if not isinstance(self.text, str):
             raise RequestError(f"A {NAMES[self.kind]} is given as text, not {self.text!r}.")
+        if self.kind == "json_schema" and not self.text.lstrip().startswith("{"):
+            raise RequestError(f"A JSON schema is an object, as {{}}, not {shorten(self.text, 80)!r}.")
         self._refuse(llguidance().LLMatcher.validate_grammar(self._rules()))
 
     @staticmethod
-    def json_schema(schema: Mapping[str, Any] | bool | str, after: str | int | None = None) -> "Grammar":
+    def json_schema(schema: Mapping[str, Any] | str, after: str | int | None = None) -> "Grammar":
         """Take JSON that a schema, or the JSON text of one, describes."""
-        if not isinstance(schema, Mapping | bool | str):
-            raise RequestError(f"A JSON schema is a dictionary, a bool, or JSON text, not {schema!r}.")
-        return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema), after)
+        return Grammar("json_schema", json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema, after)
 
     @staticmethod
     def regex(pattern: str, after: str | int | None = None) -> "Grammar":
