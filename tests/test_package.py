@@ -18,6 +18,7 @@ NAMES = [
     "Branch",
     "Engine",
     "GenerationResponse",
+    "Grammar",
     "MlxSpecError",
     "Sampling",
     "Statistics",

@@ -65,7 +65,8 @@ class Request:
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling takes a mlx_spec.Sampling, not {self.sampling!r}.")
         if self.grammar is not None and not isinstance(self.grammar, Place):
-            raise RequestError(f"grammar takes what Grammar.start returns, not {self.grammar!r}.")
+            found = shorten(repr(self.grammar), 80)
+            raise RequestError(f"grammar takes what Grammar.start returns, not {found}.")
         put(self, "eos_token_ids", frozenset(read_ids("eos_token_ids", self.eos_token_ids)))
         for name in ("is_end", "on_progress", "on_verified"):
             if (value := getattr(self, name)) is not None and not callable(value):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any, Literal, overload
 
 import mlx.core as mx
@@ -280,7 +281,8 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
 def begin(grammar: Grammar | None, tokenizer: Any, engine: Engine) -> Place | None:
     """Return the place before the first token of a grammar, if there is one. Raises RequestError."""
     if grammar is not None and not isinstance(grammar, Grammar):
-        raise RequestError(f"grammar takes a mlx_spec.Grammar, such as Grammar.json_schema(...), not {grammar!r}.")
+        found = shorten(repr(grammar), 80)
+        raise RequestError(f"grammar takes a mlx_spec.Grammar, such as Grammar.json_schema(...), not {found}.")
     return None if grammar is None else grammar.start(tokenizer, engine.target.vocab_size)
 
 
