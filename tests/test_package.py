@@ -20,6 +20,7 @@ NAMES = [
     "GenerationResponse",
     "Grammar",
     "MlxSpecError",
+    "ModelWarning",
     "Sampling",
     "Statistics",
     "best_branch",

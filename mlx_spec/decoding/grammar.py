@@ -164,10 +164,13 @@ _vocabularies: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Any:
     """Return llguidance's view of a tokenizer; it is built once. Raises RequestError where there can be none."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise RequestError("A grammar needs a tokenizer with a tokenizer.json; this one is written in Python.")
-    end_tokens = tuple(sorted(tokenizer.eos_token_ids))
+    backend, ends = (getattr(tokenizer, name, None) for name in ("backend_tokenizer", "eos_token_ids"))
+    if backend is None or ends is None:
+        found = type(tokenizer).__name__
+        raise RequestError(
+            f"A grammar needs a tokenizer of mlx_spec.load with a tokenizer.json, not this {found}."
+        )
+    end_tokens = tuple(sorted(ends))
     built = _vocabularies.setdefault(backend, {})
     key = vocab_size, end_tokens
     if key not in built:
