@@ -5,6 +5,7 @@ for response in stream_generate(engine, tokenizer, prompt, max_tokens=100):
     print(response.text, end="")
 """
 
+from mlx_spec.decoding.grammar import Grammar as Grammar
 from mlx_spec.decoding.sampling import Sampling as Sampling
 from mlx_spec.engine import Engine as Engine
 from mlx_spec.engine import Statistics as Statistics

@@ -19,6 +19,7 @@ NAMES = [
     "Conversation",
     "Engine",
     "GenerationResponse",
+    "Grammar",
     "MlxSpecError",
     "ModelWarning",
     "Sampling",

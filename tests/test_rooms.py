@@ -30,7 +30,7 @@ LEVELS: list[dict[str, str]] = [
         "scheduler statistics verify",
     },
     {
-        "mlx_spec.decoding": "accept logprobs noise sampling settings",
+        "mlx_spec.decoding": "accept grammar logprobs noise sampling settings",
         "mlx_spec.diagnose": "rows wiring",
     },
     {

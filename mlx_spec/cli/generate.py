@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> int:
             on_verified=check.check if check else None,
             **options,
         )
-        # As in mlx_lm, an answer does not begin with the space that parts it from the template.
-        is_answer = is_templated(tokenizer, args)
+        # As in mlx_lm, an answer does not begin with the space that parts it from the template; one that matches
+        # a grammar is not changed.
+        is_answer = is_templated(tokenizer, args) and options["grammar"] is None
         answer, last, stopped = read_responses(responses, is_answer, is_printed=args.stats == "text")
     if stopped:
         print("stopped", file=sys.stderr)

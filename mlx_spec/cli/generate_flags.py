@@ -6,8 +6,10 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from mlx_spec.decoding.grammar import Grammar
 from mlx_spec.errors import RequestError
 
 # Flags of mlx_lm.generate that do not exist here, and why.
@@ -56,6 +58,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add_prompt_flags(parser)
     add_template_flags(parser)
     add_end_flags(parser)
+    add_grammar_flags(parser)
     add_sampling_flags(parser)
     add_drafting_flags(parser)
     add_output_flags(parser)
@@ -117,6 +120,24 @@ def add_end_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", "-m", type=int, default=256, help="longest answer, -1 for no limit (default: 256)")
     add("--stop", nargs="+", default=(), help="strings that end the answer and are not printed")
     add("--extra-eos-token", nargs="+", default=(), help="further tokens that end the answer")
+
+
+def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of what the answer must match."""
+    group = parser.add_argument_group(
+        "grammar", 'These need the package llguidance: pip install "mlx-spec[grammar]".'
+    )
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--json-schema", metavar="FILE_OR_JSON", help="the answer is JSON that this schema describes"
+    )
+    kinds.add_argument("--regex", help="the whole answer matches this regular expression")
+    kinds.add_argument("--grammar", metavar="FILE", help="the answer is of the language of these Lark rules")
+    group.add_argument(
+        "--grammar-after",
+        metavar="TOKEN",
+        help="the answer is free up to this token, as </think>, and must match behind it",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -234,3 +255,26 @@ def logit_bias(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError):
         raise RequestError(f"--logit-bias takes a JSON object of token ids to numbers, not {text!r}.") from None
+
+
+def grammar(args: argparse.Namespace) -> Grammar | None:
+    """Read what the answer must match, if anything. Raises RequestError."""
+    if args.json_schema is not None:
+        is_json = args.json_schema.lstrip().startswith("{")
+        schema = args.json_schema if is_json else text_of("--json-schema", args.json_schema)
+        return Grammar.json_schema(schema, args.grammar_after)
+    if args.regex is not None:
+        return Grammar.regex(args.regex, args.grammar_after)
+    if args.grammar is not None:
+        return Grammar.lark(text_of("--grammar", args.grammar), args.grammar_after)
+    if args.grammar_after is not None:
+        raise RequestError("--grammar-after needs a grammar too: give --json-schema, --regex or --grammar.")
+    return None
+
+
+def text_of(flag: str, name: str) -> str:
+    """Read a file that a flag names. Raises RequestError."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{flag} takes a file of UTF-8 text; {name!r} cannot be read: {error}.") from None

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.cli.generate_flags import draft_tokens, logit_bias
+from mlx_spec.cli.generate_flags import draft_tokens, grammar, logit_bias
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.kind import DrafterOptions
 from mlx_spec.engine import Request
@@ -24,6 +24,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     options["num_draft_tokens"] = draft_tokens(args.num_draft_tokens)
     if args.logit_bias is not None:
         options["logit_bias"] = logit_bias(args.logit_bias)
+    if "grammar" in args:
+        options["grammar"] = grammar(args)
     # Checked here, before a model is loaded.
     make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
     Request([0], max_tokens=args.max_tokens, prefill_step_size=args.prefill_step_size).check_limits()
@@ -117,7 +119,7 @@ def require_utf8(args: argparse.Namespace) -> None:
     """Raise RequestError for a text that is not UTF-8; the names of folders may be anything."""
     for name, value in vars(args).items():
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path"):
+            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path", "grammar"):
                 require_text(f"--{name.replace('_', '-')}", text)
 
 

@@ -82,6 +82,7 @@ class Engine:
             Statistics(
                 exactness=self.exactness, kernels=in_words(self.kernels), prompt_tokens=len(request.prompt)
             ),
+            place=request.grammar,
         )
         try:
             if after is not None:
@@ -169,6 +170,7 @@ class Engine:
             self._policy(request) if new_depth else deepcopy(generation.policy),
             list(generation.tokens),
             generation.statistics.copy(),
+            place=request.grammar if "grammar" in changes else generation.place,
             finish_reason=None if generation.remaining_tokens_of(request) > 0 else "length",
             last_turn=generation.last_turn,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_spec.decoding.accept import AcceptRule
+from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.engine.draft_policy import DepthPolicy
 from mlx_spec.engine.request import Request
@@ -24,6 +25,7 @@ class Generation:
     tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
     statistics: what was done so far.
     drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
+    place: where the text stands in the grammar of its request, if it has one.
     finish_reason: None while running, then "stop", "length", or "cancelled".
     is_closed: its pages were given back.
     last_turn: the number of the last turn that it had, counted over all generations of the engine.
@@ -39,6 +41,7 @@ class Generation:
     tokens: list[int]
     statistics: Statistics = field(default_factory=Statistics)
     drafter_state: Any = None
+    place: Place | None = None
     finish_reason: str | None = None
     is_closed: bool = False
     last_turn: int = 0

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import MAX_TOP_LOGPROBS
 from mlx_spec.decoding.sampling import Sampling, read_ids
 from mlx_spec.decoding.settings import fill_defaults, put, whole
@@ -31,6 +32,7 @@ class Request:
     logprobs: rounds bring the log-probability of each token.
     top_logprobs: and of so many of the most likely tokens, up to 16.
     num_sibling_drafts: verify so many runners-up beside a number of drafts; None lets measured costs decide.
+    grammar: what the text must match, as ``Grammar.start`` gives it; None for any text.
     is_end: called with each new token in order; true ends the text with that token (for stop strings).
     on_progress: called with the prompt tokens that are prefilled, and how many there are.
     on_verified: called with (sequence, row tokens [R], logits [R, V]) before each commit, for diagnosis; of a tree
@@ -46,6 +48,7 @@ class Request:
     logprobs: bool = False
     top_logprobs: int = 0
     num_sibling_drafts: int | None = None
+    grammar: Place | None = None
     is_end: Callable[[int], bool] = lambda token: False
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None
@@ -61,6 +64,9 @@ class Request:
                 put(self, name, whole(name, value))
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling takes a mlx_spec.Sampling, not {self.sampling!r}.")
+        if self.grammar is not None and not isinstance(self.grammar, Place):
+            found = shorten(repr(self.grammar), 80)
+            raise RequestError(f"grammar takes what Grammar.start returns, not {found}.")
         put(self, "eos_token_ids", frozenset(read_ids("eos_token_ids", self.eos_token_ids)))
         for name in ("is_end", "on_progress", "on_verified"):
             if (value := getattr(self, name)) is not None and not callable(value):
@@ -85,6 +91,7 @@ class Request:
         self.sampling.check_vocabulary(target.vocab_size)
         self._check_depth(max_draft)
         self._check_siblings(target)
+        self._check_grammar(target)
 
     def check_limits(self) -> None:
         """Raise RequestError for limits that no target could serve."""
@@ -119,6 +126,20 @@ class Request:
         if not 0 <= count <= max_draft:
             what = f"this drafter drafts at most {max_draft} tokens" if max_draft else "there is no drafter"
             raise RequestError(f"num_draft_tokens is {count}, but {what}.")
+
+    def _check_grammar(self, target: Target) -> None:
+        if self.grammar is None:
+            return
+        if self.grammar.vocab_size != target.vocab_size:
+            raise RequestError(
+                f"The grammar was started for {self.grammar.vocab_size} tokens, but the vocabulary has "
+                f"{target.vocab_size}: give that number to Grammar.start."
+            )
+        if missing := sorted(self.grammar.end_tokens - self.eos_token_ids):
+            raise RequestError(
+                f"Texts of the grammar end with tokens {missing}, but eos_token_ids is "
+                f"{sorted(self.eos_token_ids)}: add them."
+            )
 
     def _check_siblings(self, target: Target) -> None:
         siblings, count = self.num_sibling_drafts, self.num_draft_tokens

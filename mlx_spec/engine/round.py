@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.launching.implementations import is_eager
+from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Draft, nothing_drafted
 from mlx_spec.drafters.siblings import with_siblings
@@ -45,17 +46,19 @@ class Snapshot:
     generation: Generation
     num_tokens: int
     statistics: Statistics
+    place: Place | None
 
     @staticmethod
     def of(generation: Generation) -> "Snapshot":
         """Remember what a round may change."""
-        return Snapshot(generation, len(generation.tokens), generation.statistics.copy())
+        return Snapshot(generation, len(generation.tokens), generation.statistics.copy(), generation.place)
 
     def restore(self, states: DrafterStates) -> None:
         """Forget what a round that broke off left of itself."""
         generation = self.generation
         del generation.tokens[self.num_tokens :]
         generation.finish_reason = None
+        generation.place = self.place
         # The same object, which responses hold.
         vars(generation.statistics).update(vars(self.statistics))
         generation.sequence.rewind(generation.anchor_position)
@@ -90,6 +93,7 @@ class Accepted:
     finish_reason: why the text ends with these tokens, if it does.
     rows: the rows that become part of the sequence.
     logprobs: of each token, where they are asked for.
+    place: behind these tokens, in the grammar.
     """
 
     drafted: Drafted
@@ -98,6 +102,7 @@ class Accepted:
     finish_reason: str | None
     rows: Pass
     logprobs: list[TokenLogprobs]
+    place: Place | None
 
     @property
     def generation(self) -> Generation:
@@ -188,7 +193,11 @@ def verify(
         states.target_layer_ids([part.generation for part in drafted]),
         paths_of([part.tree for part in drafted]),
     )
-    parts = verify_drafts(drafted, target.logits(passed.hidden), answering, errors)
+    logits = target.logits(passed.hidden)
+    if any(part.generation.place is not None for part in drafted):
+        # The device goes on with this while the host waits for drafts, and finds what may follow them.
+        mx.async_eval(logits)
+    parts = verify_drafts(drafted, logits, answering, errors)
     results = [array for part in parts for array in part.arrays]
     verifying = seconds_of_calls(verifying_since)
     seconds = verifying + wait(*results, *passed.arrays)  # the round's one host synchronisation
@@ -218,9 +227,23 @@ def accept(target: Target, verified: VerifiedPass, errors: Errors) -> list[Accep
             finish_reason,
             verified.passed.path(verified.indices[generation], path[: len(tokens)]),
             part.logprobs.read(path[: len(tokens)]) if part.logprobs else [],
+            place_after(generation, tokens),
         )
 
     return for_each(verified.parts, of_part, errors)
+
+
+def place_after(generation: Generation, tokens: Sequence[int]) -> Place | None:
+    """Return where a text stands in its grammar behind new tokens. Raises RequestError where that breaks off."""
+    if generation.place is None:
+        return None
+    place = generation.place.after(tokens)
+    if place is None:
+        raise RequestError(
+            f"The grammar got too complex after position {generation.anchor_position}: llguidance does not follow "
+            "the text any further. Simplify the grammar."
+        )
+    return place
 
 
 def commit(
@@ -238,6 +261,7 @@ def emit(accepted: Accepted, seconds: float) -> Round:
     generation, tree = accepted.generation, accepted.drafted.tree
     generation.tokens.extend(accepted.tokens)
     generation.finish_reason = accepted.finish_reason
+    generation.place = accepted.place
     from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
     drafted = len(tree.chain) - 1
     generation.statistics.count_round(

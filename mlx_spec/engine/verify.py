@@ -1,4 +1,4 @@
-"""How a pass judges the drafts of all its generations, lazily: nothing here waits for the device."""
+"""How a pass judges the drafts of all its generations, lazily: only a grammar waits, for the drafts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -143,10 +143,12 @@ def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, e
 
 
 def process(rows: Rows) -> Rows:
-    """Apply a request's bias, penalties and processors."""
+    """Apply a request's bias, penalties, processors and grammar."""
     generation, drafted = rows.generation, rows.drafted
     sampling = generation.request.sampling
     processed = sampling.processed(rows.logits, generation.tokens, drafted.draft.tokens, drafted.tree)
+    if generation.place is not None:
+        processed = generation.place.masked(processed, drafted.draft.tokens, drafted.tree)
     return replace(rows, processed=processed, scores=processed)
 
 
@@ -237,8 +239,9 @@ def read_outcome(verified: Verified) -> tuple[list[int], tuple[int, ...]]:
 def no_token(verified: Verified, path: Sequence[int], position: int) -> NonFiniteError:
     """Return the error of rows from which no token can be taken."""
     if mx.all(mx.isfinite(verified.logits[mx.array(list(path))])):
+        what = "Bias" if verified.generation.place is None else "Grammar, bias"
         return NonFiniteError(
-            f"Bias, penalties and logits processors leave no token to choose after position {position}: every "
+            f"{what}, penalties and logits processors leave no token to choose after position {position}: every "
             "score is minus infinity, or one is NaN or infinity. Allow at least one token."
         )
     return NonFiniteError(

@@ -6,9 +6,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
+from mlx_spec.decoding.grammar import Grammar
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.options import chat_prompt, is_chat, text_request
+from mlx_spec.generate.options import begin, chat_prompt, is_chat, text_request
 from mlx_spec.generate.stream import Responses, read
 from mlx_spec.generate.text_stream import TextStream, with_detokenizer
 
@@ -44,6 +45,7 @@ class Conversation:
         prompt: Sequence[Mapping[str, Any]] | str | Sequence[int] | mx.array,
         *,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         **options: Any,
     ) -> Responses:
         """Generate the next reply, token by token.
@@ -52,6 +54,7 @@ class Conversation:
             ids, used as they are. As far as its tokens are those of the turn before, their cache is used again;
             a message may be changed, dropped or rendered otherwise at any time.
         stop: text that ends the reply and is not returned.
+        grammar: what the reply must match.
         options: see stream_generate, but for ``n``.
         Leaving the iterator stops the reply, and the conversation can go on from there. The next turn ends one
         that still runs. Raises RequestError, for wrong options at the call, and NonFiniteError.
@@ -60,7 +63,8 @@ class Conversation:
             raise RequestError("A conversation has one reply a turn, so n= is not taken: use stream_generate.")
         ids: Any = chat_prompt(self._tokenizer, prompt, **self._template) if is_chat(prompt) else prompt
         text = TextStream(self._tokenizer, stop)
-        request = text_request(self._tokenizer, ids, text, **options)
+        place = begin(grammar, self._tokenizer, self._engine.target.vocab_size)
+        request = text_request(self._tokenizer, ids, text, grammar=place, **options)
         request.check(self._engine.target, self._engine.states.max_draft)
         return self._turn(request, text)
 

@@ -1,10 +1,12 @@
 """From what a caller gives, a prompt and options, to what the engine takes: a request."""
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
 from typing import Any, Literal, TypeGuard
 
 import mlx.core as mx
 
+from mlx_spec.decoding.grammar import Grammar, Place
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.engine import Request
 from mlx_spec.engine.request import token_ids
@@ -37,6 +39,7 @@ def text_request(
     logprobs: bool = False,
     top_logprobs: int = 0,
     prefill_step_size: int = 512,
+    grammar: Place | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     on_verified: Callable[[CachedSequence, mx.array, mx.array], None] | None = None,
     **sampling: Any,
@@ -44,6 +47,7 @@ def text_request(
     """Return the request of a text, for ``engine.start``.
 
     text: takes in its tokens and ends it at a stop string. A text stream belongs to one generation.
+    grammar: what the text must match, from ``Grammar.start``.
     The other arguments are those of stream_generate. The tokenizer's end tokens end the text.
     Raises RequestError for a prompt or an option that is none.
     """
@@ -58,10 +62,19 @@ def text_request(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         num_sibling_drafts=num_sibling_drafts,
+        grammar=grammar,
         is_end=text.add,
         on_progress=no_progress if prompt_progress_callback is None else prompt_progress_callback,
         on_verified=on_verified,
     )
+
+
+def begin(grammar: Grammar | None, tokenizer: Any, vocab_size: int) -> Place | None:
+    """Return the place before the first token of a grammar, if there is one. Raises RequestError."""
+    if grammar is not None and not isinstance(grammar, Grammar):
+        found = shorten(repr(grammar), 80)
+        raise RequestError(f"grammar takes a mlx_spec.Grammar, such as Grammar.json_schema(...), not {found}.")
+    return None if grammar is None else grammar.start(tokenizer, vocab_size)
 
 
 def no_progress(done: int, total: int) -> None:

@@ -7,11 +7,12 @@ from typing import Any, Literal, overload
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
+from mlx_spec.decoding.grammar import Grammar
 from mlx_spec.decoding.settings import whole
 from mlx_spec.engine import Engine, Generation, Request, Round
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.errors import ContextFull, RequestError
-from mlx_spec.generate.options import text_request
+from mlx_spec.generate.options import begin, text_request
 from mlx_spec.generate.text_stream import TextStream, with_detokenizer
 from mlx_spec.target import CachedSequence, reserve_positions
 
@@ -64,6 +65,7 @@ def stream_generate(
     num_draft_tokens: int | Literal["adaptive"] | None = None,
     num_sibling_drafts: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
     prefill_step_size: int = 512,
@@ -81,6 +83,7 @@ def stream_generate(
         whose drafts were all accepted, and down after rounds in which none was; 0 is plain decoding.
     num_sibling_drafts: second choices to verify beside a number of drafts. None lets measured costs decide.
     stop: text that ends the generation and is not returned.
+    grammar: what the text must match, such as ``Grammar.json_schema({...})``.
     logprobs: bring the log-probability of each token, after penalties and before temperature.
     top_logprobs: and those of so many of the most likely tokens, up to 16.
     prefill_step_size: prompt tokens of a pass.
@@ -105,6 +108,7 @@ def stream_generate(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         prefill_step_size=prefill_step_size,
+        grammar=begin(grammar, tokenizer, engine.target.vocab_size),
         prompt_progress_callback=prompt_progress_callback,
         on_verified=on_verified,
         **sampling,

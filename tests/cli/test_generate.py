@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser as mlx_lm_arg_parser
 from tiny_folders import TEMPLATE, write_dflash2, write_model
 
-from mlx_spec import GenerationResponse, ModelWarning, Sampling, generate, load, stream_generate
+from mlx_spec import GenerationResponse, Grammar, ModelWarning, Sampling, generate, load, stream_generate
 from mlx_spec.cli.generate import PrefillBar, main
 from mlx_spec.cli.generate_flags import REFUSED, Refused, setup_arg_parser
 from mlx_spec.cli.generate_options import generation_options
@@ -272,7 +272,7 @@ def test_flags_reach_the_generation() -> None:
     argv = "-m 7 --stop x y --prefill-step-size 9 --temp 0.5 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 8"
     argv += " --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --accept rejection"
     argv += ' --num-draft-tokens 3 --logit-bias {"198":-5}'
-    argv += " --min-tokens-to-keep 2 --xtc-probability 0.4 --xtc-threshold 0.2"
+    argv += " --min-tokens-to-keep 2 --xtc-probability 0.4 --xtc-threshold 0.2 --regex [a-z]+ --grammar-after |"
     assert generation_options(setup_arg_parser().parse_args(argv.split())) == dict(
         max_tokens=7,
         stop=["x", "y"],
@@ -291,7 +291,24 @@ def test_flags_reach_the_generation() -> None:
         accept="rejection",
         num_draft_tokens=3,
         logit_bias={198: -5.0},
+        grammar=Grammar.regex("[a-z]+", after="|"),
     )
+
+
+def test_a_schema_is_json_or_a_file_and_the_answer_matches(model: str, tmp_path: Path, capsys: Capture) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", 5]}}, "required": ["a"]}
+    rules = 'start: " " ("yes" | "no")'
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    (tmp_path / "rules.lark").write_text(rules)
+
+    def answer(*argv: str) -> str:
+        assert main(["--model", model, "--verbose", "F", "-m", "80", *argv]) == 0
+        return capsys.readouterr().out
+
+    assert json.loads(answer("--json-schema", str(tmp_path / "schema.json")))["a"] in ("x", 5)
+    assert json.loads(answer("--json-schema", '{"enum": [[1, 2], {"b": null}]}')) in ([1, 2], {"b": None})
+    assert answer("--grammar", str(tmp_path / "rules.lark")) in (" yes\n", " no\n")
+    assert answer("--regex=-[0-9]{3}").strip("-\n").isdecimal()
 
 
 def test_defaults_are_those_of_the_library() -> None:
@@ -385,6 +402,7 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--max-tokens", "0"], ["max_tokens", "0"]),
     (["--prefill-step-size", "0"], ["prefill_step_size", "0"]),
     (["--max-kv-size", "32", "--prompt", "long " * 40], ["max_cached_tokens"]),
+    (["--regex", "a", "--grammar-after", "much text"], ["one token", "'much text'"]),
 ]
 
 
@@ -438,6 +456,11 @@ def test_an_unknown_token_is_no_end_token_where_the_tokenizer_has_an_unknown_tok
         ["--draft-vocab", "0"],
         ["--chat-template-config", "["],
         ["--ignore-chat-template", "--use-default-chat-template"],
+        ["--json-schema", '{"type": "strin"}'],
+        ["--json-schema", "no such file"],
+        ["--regex", "("],
+        ["--grammar", "no such file"],
+        ["--grammar-after", "</think>"],
     ],
 )
 def test_what_can_be_checked_is_checked_before_a_model_is_loaded(

@@ -279,9 +279,7 @@ def test_threads_do_not_choose_for_each_other() -> None:
     seen: list[str] = []
     with using("reference"):
         other = Thread(target=lambda: seen.append(implementation()))
-        started(
-            other,
-        )
+        other.start()
         other.join()
         assert implementation() == "reference"
     assert seen == ["cpu"]

@@ -1,0 +1,204 @@
+"""Grammars: which tokens may come next, by llguidance, at every row of a verify pass.
+
+A place in a grammar never changes. Each row of a round has its own, and so has each fork; a rejected draft leaves
+nothing behind, and a round that is taken back goes back to the place before it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from textwrap import shorten
+from types import ModuleType
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.drafters.tree import Tree
+from mlx_spec.errors import RequestError
+
+NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+# Without a bound a model may fill its text with blank lines.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{0,32}"}
+BITS = 32
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must match, as plain data; ``json_schema``, ``regex`` and ``lark`` make one.
+
+    kind: how ``text`` is read.
+    text: the schema, the expression, or the rules.
+    after: the token, by text or id, behind which the text must match; what comes before it is free, as thinking
+        is. None where all of the text must match.
+    Raises RequestError, with llguidance's own sentence for a text that is no grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    after: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in NAMES:
+            raise RequestError(f"A grammar is of kind {', '.join(NAMES)}, not {self.kind!r}.")
+        if not isinstance(self.text, str):
+            raise RequestError(f"A {NAMES[self.kind]} is given as text, not {self.text!r}.")
+        if self.kind == "json_schema" and not self.text.lstrip().startswith("{"):
+            raise RequestError(f"A JSON schema is an object, as {{}}, not {shorten(self.text, 80)!r}.")
+        self._refuse(llguidance().LLMatcher.validate_grammar(self._rules()))
+
+    @staticmethod
+    def json_schema(schema: Mapping[str, Any] | str, after: str | int | None = None) -> "Grammar":
+        """Take JSON that a schema, or the JSON text of one, describes."""
+        return Grammar("json_schema", json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema, after)
+
+    @staticmethod
+    def regex(pattern: str, after: str | int | None = None) -> "Grammar":
+        """Take a text that matches an expression from its beginning to its end."""
+        return Grammar("regex", pattern, after)
+
+    @staticmethod
+    def lark(rules: str, after: str | int | None = None) -> "Grammar":
+        """Take a text of the language of Lark rules, as llguidance reads them."""
+        return Grammar("lark", rules, after)
+
+    def start(self, tokenizer: Any, vocab_size: int) -> "Place":
+        """Return the place before the first token of a text.
+
+        tokenizer: whose tokens and end tokens they are.
+        vocab_size: the width of the model's logits.
+        Raises RequestError where tokenizer and grammar do not go together.
+        """
+        vocabulary = vocabulary_of(tokenizer, vocab_size)
+        state = llguidance().LLMatcher(vocabulary, self._rules(), log_level=0)
+        self._refuse(state.get_error())
+        mark = None if self.after is None else one_token(tokenizer, self.after, vocab_size)
+        return Place(state, vocab_size, frozenset(vocabulary.eos_tokens), mark)
+
+    def _rules(self) -> str:
+        """Return the grammar as llguidance takes it."""
+        matcher = llguidance().LLMatcher
+        if self.kind == "json_schema":
+            try:
+                return str(matcher.grammar_from_json_schema(self.text, defaults=JSON_OPTIONS))
+            except ValueError as error:
+                self._refuse(str(error))
+        return str({"regex": matcher.grammar_from_regex, "lark": matcher.grammar_from_lark}[self.kind](self.text))
+
+    def _refuse(self, problem: str) -> None:
+        """Raise RequestError where there is a problem."""
+        if problem:
+            raise RequestError(f"This {NAMES[self.kind]} cannot be used: {' '.join(problem.split())}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a text stands in a grammar.
+
+    state: llguidance's, which only copies of it move on.
+    vocab_size: the width of the logits.
+    end_tokens: may come where the text is complete, and nothing else may where it cannot go on.
+    mark: the token behind which the grammar begins, None once it has begun.
+    """
+
+    state: Any
+    vocab_size: int
+    end_tokens: frozenset[int]
+    mark: int | None = None
+
+    def after(self, tokens: Sequence[int]) -> "Place | None":
+        """Return the place behind more tokens, or None where the grammar refuses one of them."""
+        if self.mark is not None:
+            if self.mark not in tokens:
+                return self
+            begun = tokens[list(tokens).index(self.mark) + 1 :]
+            return replace(self, mark=None).after(begun)
+        state = self.state.deep_copy()
+        refused = tokens[state.try_consume_tokens(list(tokens)) :]
+        if state.is_error():
+            return None
+        # Of a text that cannot go on llguidance takes no end token, though it allows one.
+        is_end = state.is_stopped() and self.end_tokens.issuperset(refused)
+        return replace(self, state=state) if is_end or not refused else None
+
+    def masked(self, logits: mx.array, drafts: mx.array, tree: Tree) -> mx.array:
+        """Forbid what the grammar does not allow, by minus infinity.
+
+        logits: [R, V]; row j follows the drafts [R - 1] on its path through a tree. The host waits for these.
+        Rows behind a draft that is refused itself are left as they are: nothing comes of them.
+        """
+        places = self._places(np.array(drafts).tolist(), tree)
+        if all(place is None or place.mark is not None for place in places):
+            return logits
+        bits = np.full((tree.num_rows, -(-self.vocab_size // BITS)), np.uint32(2**BITS - 1))
+        for row, place in zip(bits, places, strict=True):
+            if place is not None and place.mark is None:
+                row[:] = place._allowed()[: row.size]
+        return mx.where(spread(mx.array(bits), self.vocab_size), logits, -mx.inf)
+
+    def _places(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
+        """Return the place of each row, None behind a draft that is refused."""
+        places: list[Place | None] = [self]
+        for parent, draft in zip(tree.parents, drafts, strict=True):
+            before = places[parent]
+            places.append(None if before is None else before.after([draft]))
+        return places
+
+    def _allowed(self) -> np.ndarray:
+        """Return a bit for each token that may come next: uint32 words."""
+        words = np.frombuffer(self.state.compute_bitmask(), dtype=np.uint32)
+        # A grammar that got too complex allows the end tokens; the text would end in its middle.
+        return np.zeros_like(words) if self.state.is_error() else words
+
+
+def spread(bits: mx.array, size: int) -> mx.array:
+    """Return the first bits of words [R, W] as bool [R, size]."""
+    each = (bits[:, :, None] >> mx.arange(BITS, dtype=mx.uint32)) & 1
+    return each.reshape(bits.shape[0], -1)[:, :size] != 0
+
+
+# By tokenizer, then by width and end tokens: building one takes a second.
+_vocabularies: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int) -> Any:
+    """Return llguidance's view of a tokenizer; it is built once. Raises RequestError where there can be none."""
+    backend, ends = (getattr(tokenizer, name, None) for name in ("backend_tokenizer", "eos_token_ids"))
+    if backend is None or ends is None:
+        found = type(tokenizer).__name__
+        raise RequestError(
+            f"A grammar needs a tokenizer of mlx_spec.load with a tokenizer.json, not this {found}."
+        )
+    end_tokens = tuple(sorted(ends))
+    built = _vocabularies.setdefault(backend, {})
+    key = vocab_size, end_tokens
+    if key not in built:
+        try:
+            built[key] = llguidance().LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens))
+        except ValueError as error:
+            raise RequestError(f"A grammar cannot be used with this tokenizer: {error}.") from error
+    return built[key]
+
+
+def one_token(tokenizer: Any, token: str | int, vocab_size: int) -> int:
+    """Return the id of a token, given by text or id. Raises RequestError for what is none."""
+    ids = tokenizer.encode(token, add_special_tokens=False) if isinstance(token, str) else [token]
+    if len(ids) != 1:
+        raise RequestError(
+            f"A grammar begins behind one token, but {token!r} is {len(ids)} of this model: give one, or its id."
+        )
+    if type(ids[0]) is not int or not 0 <= ids[0] < vocab_size:
+        raise RequestError(f"A grammar cannot begin behind token {token!r}; the vocabulary has {vocab_size}.")
+    return ids[0]
+
+
+def llguidance() -> ModuleType:
+    """Return the package. Raises RequestError where it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            'A grammar needs the package llguidance, which is not installed: pip install "mlx-spec[grammar]".'
+        ) from None
+    return llguidance
