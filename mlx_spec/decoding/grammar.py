@@ -94,7 +94,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a text stands in a grammar.
+    """Where a text stands in a grammar. Engines that run in several threads at once need each its own.
 
     state: llguidance's, which only copies of it move on.
     vocab_size: the width of the logits.
@@ -142,7 +142,8 @@ class Place:
         places: list[Place | None] = [self]
         for parent, draft in zip(tree.parents, drafts, strict=True):
             before = places[parent]
-            places.append(None if before is None else before.after([draft]))
+            # A drafter whose numbers are not finite may draft anything, even what is no token.
+            places.append(None if before is None or draft < 0 else before.after([draft]))
         return places
 
     def _allowed(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -24,6 +25,7 @@ from scripted_drafters import (
 )
 
 from mlx_spec import Grammar, Sampling, generate, load, stream_generate
+from mlx_spec.drafters.base import Draft
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import NonFiniteError, RequestError
 
@@ -160,6 +162,21 @@ def test_what_is_accepted_under_a_grammar_counts_as_ever() -> None:
     assert reason == "stop" and generation.statistics.rounds == -(-len(expected) // 8)
 
 
+class BrokenDrafter(ScriptedDrafter):
+    """Drafts what is no token, and says that its numbers were not finite."""
+
+    def draft(self, *args: Any) -> Draft:
+        draft = super().draft(*args)
+        return replace(draft, tokens=mx.full(draft.tokens.shape, -1), finite={"script": mx.array(False)})
+
+
+def test_a_drafter_that_fails_under_a_grammar_leaves_plain_decoding() -> None:
+    target, request = trained()[0].target, request_of(GRAMMARS["schema"], num_draft_tokens=3)
+    expected = plainly(request)
+    text = [*request.prompt, *(token for token, _, _ in expected[0])]
+    assert emitted_by(Engine(target, BrokenDrafter(target, text, always_right)), request) == expected
+
+
 def test_answer_steps_are_masked_too() -> None:
     request = request_of(GRAMMARS["schema"], num_draft_tokens=4)
     assert emitted_by(trained()[0], request, Engine.answer_step) == plainly(request)
@@ -222,6 +239,32 @@ def test_forks_go_on_from_the_same_place_each_on_its_own() -> None:
     engine.close(free)
     assert continued(engine, generation) == plain[0]
     assert engine.target.pool.pages_in_use == 0
+
+
+def test_a_turn_that_goes_on_has_a_grammar_of_its_own() -> None:
+    engine, tokenizer = trained()
+    first = engine.start(request_of(GRAMMARS["schema"], num_draft_tokens=3))
+    while first.finish_reason is None:
+        engine.step(first)
+    prompt = [*first.tokens, *tokenizer.encode(" and a number:", add_special_tokens=False)]
+    request = replace(request_of(Grammar.regex("[0-9]{2,9}"), num_draft_tokens=3), prompt=prompt)
+    second = engine.start(request, after=first)
+    engine.close(first)
+    text = continued(engine, second)[len(prompt) :]
+    assert text == [token for token, _, _ in plainly(request)[0]]
+    assert tokenizer.decode(text[:-1]).isdecimal() and second.finish_reason == "stop"
+
+
+def test_each_round_may_be_run_by_another_thread() -> None:
+    engine, _ = trained()
+    request = request_of(GRAMMARS["schema"], num_draft_tokens=3)
+    with ThreadPoolExecutor(1) as pool:
+        generation = pool.submit(engine.start, request).result()
+    while generation.finish_reason is None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(engine.step, generation).result()
+    engine.close(generation)
+    assert generation.tokens[len(request.prompt) :] == [token for token, _, _ in plainly(request)[0]]
 
 
 def test_a_fork_of_a_complete_text_has_end_tokens_alone() -> None:
