@@ -56,7 +56,7 @@ def load(
     exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
         statistics say whether they were equal. False takes MLX's own operations for all work, where these are
         faster: then a row's rounding may depend on the rows beside it, and near ties may be decided otherwise
-        than in plain decoding.
+        than in plain decoding. The next turn of a chat then shares all that is cached, replies too.
     max_cached_tokens: token positions that all sequences together may cache (default: the model's context).
     tokenizer_config: further arguments of the tokenizer.
     adapter_path: folder with adapters that ``mlx_lm.lora`` trained for the model. They are merged into its
@@ -113,7 +113,8 @@ def load(
         target.context,
         f"the drafter {label}, up to {bound.max_draft} tokens" if bound is not None else "no drafter",
     )
-    return Engine(target, bound, costs, exactness=exactness, kernels=kernels), tokenizer
+    engine = Engine(target, bound, costs, exactness=exactness, kernels=kernels, reuse_replies=not exact)
+    return engine, tokenizer
 
 
 def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:

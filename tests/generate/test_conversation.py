@@ -74,6 +74,15 @@ def test_a_turn_reads_only_what_is_new(loaded: Loaded) -> None:
     assert all(count % 8 == 0 for count in cached)
 
 
+def test_without_exactness_replies_are_shared_too(loaded: Loaded, tmp_path: Path) -> None:
+    engine, tokenizer = load(str(write_model(tmp_path / "llama")), None, exact=False)
+    with Conversation(engine, tokenizer) as conversation:
+        reply = list(conversation.stream(HELLO, max_tokens=TOKENS))
+        told = [*chat_prompt(tokenizer, HELLO), *(response.token for response in reply)]
+        second = list(conversation.stream([*told, *tokenizer.encode("an inn")], max_tokens=TOKENS))
+    assert second[-1].statistics.cached_tokens == len(told) - 1
+
+
 def test_log_probabilities_and_counts_are_those_of_stream_generate(loaded: Loaded) -> None:
     options: dict[str, Any] = {"max_tokens": TOKENS, "top_logprobs": 2, "logprobs": True}
     with Conversation(*loaded) as conversation:
