@@ -120,7 +120,8 @@ class ModelConfig:
         Raises UnsupportedModel for a family or a value that mlx_spec does not run; the message names the key.
         """
         family = family_of(config, name)
-        given = Settings(text_config(config), name, UnsupportedModel)
+        text = text_config(config) if family.is_nested else config
+        given = Settings(text, name, UnsupportedModel)
         check_sizes(given)
         positions = given.count("max_position_embeddings", DEFAULT_CONTEXT)
         size = head_size(given, family)
@@ -129,7 +130,7 @@ class ModelConfig:
         check_fixed(given, values, family)
         context = stretched_context(rope, positions)
         windows = [window if window and window < context else None for window in windows_of(given, values, family)]
-        tied = is_tied(config, has_head)
+        tied = is_tied((text, config), has_head)
         own = {
             **PLAIN_ROPE,
             "head_dim": size,
@@ -139,7 +140,7 @@ class ModelConfig:
             "tie_word_embeddings": tied,
         }
         return ModelConfig(
-            arguments=merged(config, {**values, **own}),
+            arguments=config_with(config, {**values, **own}, is_nested=text is not config),
             context=context,
             windows=tuple(windows),
             rope=build_rope(rope, positions, given.flag("rope_traditional", False)),
@@ -270,21 +271,21 @@ def attention_interval(given: Settings, values: Mapping[str, Any]) -> int:
     return interval
 
 
-def is_tied(config: Mapping[str, Any], has_head: bool | None) -> bool:
+def is_tied(parts: Sequence[Mapping[str, Any]], has_head: bool | None) -> bool:
     """Whether the output head is the embedding: by ``config.json``, and by the tensors where that is not clear.
 
     Wrapped models say it outside, inside, or differently in both.
     """
-    said = [part.get("tie_word_embeddings") for part in (text_config(config), config)]
+    said = [part.get("tie_word_embeddings") for part in parts]
     known = [bool(value) for value in said if value is not None]
     if not known:
         return has_head is False
     return any(known) if has_head is False else known[0]
 
 
-def merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def config_with(config: Mapping[str, Any], values: Mapping[str, Any], is_nested: bool) -> dict[str, Any]:
     """Return a configuration with settings of the language model replaced, where they lie in it."""
-    if "text_config" in config:
+    if is_nested:
         return {**config, "text_config": {**config["text_config"], **values}}
     return {**config, **values}
 

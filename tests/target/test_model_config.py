@@ -407,3 +407,9 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **changes}}
     return {**config, **changes}
+
+
+def test_only_vision_models_nest_the_language_model() -> None:
+    """What another key of that name holds is not read."""
+    read = ModelConfig.read({**CONFIGS["qwen3"], "text_config": {"num_hidden_layers": 9, "rope_theta": 5.0}}, "m")
+    assert (len(read.windows), read.arguments["num_hidden_layers"]) == (4, 4)
