@@ -29,7 +29,6 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 SIZES = (
     "hidden_size",
     "intermediate_size",
-    "moe_intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -37,13 +36,14 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
     "full_attention_interval",
-    "num_experts_per_tok",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+# 0 where there are no experts.
+EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 # Read here, besides what the classes of transformers and mlx-lm declare.
 READ = {
     *(
@@ -167,9 +167,15 @@ def check_sizes(given: Settings) -> None:
     for key in SIZES:
         if given.has(key):
             given.count(key)
+    for key in EXPERTS:
+        if given.has(key):
+            given.whole(key)
     heads, kv_heads = given.count("num_attention_heads"), given.get("num_key_value_heads")
     if kv_heads and heads % kv_heads:
         raise given.refusal("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    experts, chosen = given.get("num_experts") or given.get("num_local_experts"), given.get("num_experts_per_tok")
+    if experts and chosen and chosen > experts:
+        raise given.refusal("num_experts_per_tok", f"at most the number of experts, {experts}")
 
 
 def head_size(given: Settings, family: Family) -> int:

@@ -327,6 +327,7 @@ REFUSED = [
     ("qwen3_5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer_types"),
     ("qwen3_5_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ("qwen2", {"rope_scaling": {"type": "linear"}}, "factor"),
@@ -373,6 +374,12 @@ WINDOWS = [
 def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     """By the rules of each family's class."""
     assert ModelConfig.read(changed(CONFIGS[family], changes), "m").windows == windows
+
+
+def test_a_model_without_experts_may_say_so() -> None:
+    """As dense checkpoints of a family that has both do."""
+    none = {"num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 16}
+    assert ModelConfig.read(changed(CONFIGS["qwen3_5"], none), "m").unknown == ()
 
 
 def test_yarn_stretches_the_context() -> None:
