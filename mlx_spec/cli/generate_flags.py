@@ -136,7 +136,7 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grammar-after",
         metavar="TOKEN",
-        help="the answer is free up to this token, as </think>, and must match behind it",
+        help="the answer is free up to this token, as </think>, and must match after it",
     )
 
 

@@ -30,7 +30,7 @@ class Grammar:
 
     kind: how ``text`` is read.
     text: the schema, the expression, or the rules.
-    after: the token, by text or id, behind which the text must match; what comes before it is free, as thinking
+    after: the token, by text or id, after which the text must match; what comes before it is free, as thinking
         is. None where all of the text must match.
     Raises RequestError, with llguidance's own sentence for a text that is no grammar.
     """
@@ -99,7 +99,7 @@ class Place:
     state: llguidance's, which only copies of it move on.
     vocab_size: the width of the logits.
     end_tokens: may come where the text is complete, and nothing else may where it cannot go on.
-    mark: the token behind which the grammar begins, None once it has begun.
+    mark: the token after which the grammar begins, None once it has begun.
     """
 
     state: Any
@@ -108,7 +108,7 @@ class Place:
     mark: int | None = None
 
     def after(self, tokens: Sequence[int]) -> "Place | None":
-        """Return the place behind more tokens, or None where the grammar refuses one of them."""
+        """Return the place after more tokens, or None where the grammar refuses one of them."""
         if self.mark is not None:
             if self.mark not in tokens:
                 return self
@@ -126,7 +126,7 @@ class Place:
         """Forbid what the grammar does not allow, by minus infinity.
 
         logits: [R, V]; row j follows the drafts [R - 1] on its path through a tree. The host waits for these.
-        Rows behind a draft that is refused itself are left as they are: nothing comes of them.
+        Rows after a draft that is refused itself are left as they are: nothing comes of them.
         """
         places = self._places(np.array(drafts).tolist(), tree)
         if all(place is None or place.mark is not None for place in places):
@@ -138,7 +138,7 @@ class Place:
         return mx.where(spread(mx.array(bits), self.vocab_size), logits, -mx.inf)
 
     def _places(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
-        """Return the place of each row, None behind a draft that is refused."""
+        """Return the place of each row, None after a draft that is refused."""
         places: list[Place | None] = [self]
         for parent, draft in zip(tree.parents, drafts, strict=True):
             before = places[parent]
@@ -187,10 +187,10 @@ def one_token(tokenizer: Any, token: str | int, vocab_size: int) -> int:
     ids = tokenizer.encode(token, add_special_tokens=False) if isinstance(token, str) else [token]
     if len(ids) != 1:
         raise RequestError(
-            f"A grammar begins behind one token, but {token!r} is {len(ids)} of this model: give one, or its id."
+            f"A grammar begins after one token, but {token!r} is {len(ids)} of this model: give one, or its id."
         )
     if type(ids[0]) is not int or not 0 <= ids[0] < vocab_size:
-        raise RequestError(f"A grammar cannot begin behind token {token!r}; the vocabulary has {vocab_size}.")
+        raise RequestError(f"A grammar cannot begin after token {token!r}; the vocabulary has {vocab_size}.")
     return ids[0]
 
 

@@ -93,7 +93,7 @@ class Accepted:
     finish_reason: why the text ends with these tokens, if it does.
     rows: the rows that become part of the sequence.
     logprobs: of each token, where they are asked for.
-    place: behind these tokens, in the grammar.
+    place: after these tokens, in the grammar.
     """
 
     drafted: Drafted
@@ -234,7 +234,7 @@ def accept(target: Target, verified: VerifiedPass, errors: Errors) -> list[Accep
 
 
 def place_after(generation: Generation, tokens: Sequence[int]) -> Place | None:
-    """Return where a text stands in its grammar behind new tokens. Raises RequestError where that breaks off."""
+    """Return where a text stands in its grammar after new tokens. Raises RequestError where that breaks off."""
     if generation.place is None:
         return None
     place = generation.place.after(tokens)

@@ -76,7 +76,7 @@ def test_a_row_is_left_the_tokens_that_the_drafts_before_it_allow(name: str, tok
             places.append(moved(places[-1], drafts[-1:]))
         expected = [allowed(place) for place in places]
         assert all(expected) and rows(start, drafts) == expected
-        # Rows behind a refused draft are left as they are.
+        # Rows after a refused draft are left as they are.
         wrong = int(random.integers(0, 6))
         refused = next(token for token in range(WIDTH) if token not in expected[wrong])
         broken = rows(start, [*drafts[:wrong], refused, *drafts[wrong + 1 :]])
@@ -193,10 +193,10 @@ def test_what_is_no_grammar_is_refused_in_one_line(make: Any, sentence: str) -> 
 def test_what_does_not_fit_the_tokenizer_is_refused(tokenizer: Any) -> None:
     for grammar, sentence in (
         (Grammar.lark("start: <|nope|>"), "This Lark grammar cannot be used: .*<|nope|>"),
-        (Grammar.regex("a", after="much text"), "begins behind one token, but 'much text' is 9 of this model"),
-        (Grammar.regex("a", after=WIDTH), f"behind token {WIDTH}; the vocabulary has {WIDTH}"),
-        (Grammar.regex("a", after=-1), "behind token -1"),
-        (Grammar.regex("a", after=2.5), "behind token 2.5"),  # type: ignore[arg-type]
+        (Grammar.regex("a", after="much text"), "begins after one token, but 'much text' is 9 of this model"),
+        (Grammar.regex("a", after=WIDTH), f"after token {WIDTH}; the vocabulary has {WIDTH}"),
+        (Grammar.regex("a", after=-1), "after token -1"),
+        (Grammar.regex("a", after=2.5), "after token 2.5"),  # type: ignore[arg-type]
     ):
         with pytest.raises(RequestError, match=sentence.replace("|", r"\|")):
             grammar.start(tokenizer, WIDTH)

@@ -127,7 +127,7 @@ def test_a_trained_head_gives_the_numbers_of_plain_decoding(pair: str, sampling:
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_scripted_drafts_change_nothing(sampling: Sampling, script: Script) -> None:
-    """The text ends inside a block; the drafts behind its end are not of the grammar."""
+    """The text ends inside a block; the drafts after its end are not of the grammar."""
     target = trained()[0].target
     for grammar in GRAMMARS.values():
         request = request_of(grammar, sampling, num_draft_tokens=7)
