@@ -98,4 +98,4 @@ def go_on(engine: Engine, old: Generation, prompt: list[int], keep: int, step: i
     engine.target.prefill(sequence, prompt[keep:-1], drafter.target_layer_ids, step, on_rows=show)
     rule = rule_for(request.sampling, engine.target.vocab_size)
     policy = FixedDepth(request.num_draft_tokens or 0)
-    return Generation(request, sequence, rule, policy, list(prompt), drafter_state=drafting)
+    return Generation(request, sequence, rule, policy, list(prompt), drafter_state=drafting, boundary=old.boundary)

@@ -14,7 +14,7 @@ from mlx_spec.engine import Engine
 from mlx_spec.errors import ModelError, ModelWarning, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
-from mlx_spec.loading.drafter import AUTO, drafter_name, is_drafter, load_drafter
+from mlx_spec.loading.drafter import AUTO, LoadedDrafter, drafter_name, is_drafter, load_drafter
 from mlx_spec.loading.model import read_model, read_tokenizer
 from mlx_spec.loading.published_drafters import drafter_hint
 from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
@@ -82,23 +82,9 @@ def load(
         merge_adapters(loaded, adapter_path)
     with using(kernels):
         target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
-    source = DrafterSource(folder, model, config, config)
-    name = drafter_name(model, drafter, source)
-    found, label = None, ""
-    if name is None and (draft_vocab is not None or draft_bits is not None):
-        raise RequestError(f"draft_vocab and draft_bits are settings of a drafter, and {model} has none here.")
-    if name is not None:
-        ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
-        with using(kernels):
-            options = DrafterOptions(ids, draft_bits, quantized_is_slow())
-            optional = drafter == AUTO and draft_vocab is None and draft_bits is None
-            found = load_drafter(name, target, source, options, progress, optional)
-        label = name if ids is None else f"{name}, {len(ids)} draft tokens"
-        label = label if draft_bits is None else f"{label}, {draft_bits} bits"
-    elif drafter == AUTO and (hint := drafter_hint(config, model)):
-        warnings.warn(hint, ModelWarning, stacklevel=2)
-    bound = None if found is None else found.drafter
-    with using(kernels):
+        source = DrafterSource(folder, model, config, config)
+        found, label = find_drafter(drafter, target, tokenizer, source, draft_vocab, draft_bits, progress)
+        bound = None if found is None else found.drafter
         costs = None if bound is None else measured_costs(target, bound, label, progress)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
         exactness = checked_exactness(target, most_rows, progress) if exact else OFF
@@ -115,6 +101,38 @@ def load(
     )
     engine = Engine(target, bound, costs, exactness=exactness, kernels=kernels, reuse_replies=not exact)
     return engine, tokenizer
+
+
+def find_drafter(
+    drafter: str | None,
+    target: Target,
+    tokenizer: Any,
+    source: DrafterSource,
+    draft_vocab: int | Sequence[int] | None,
+    draft_bits: int | None,
+    progress: bool,
+) -> tuple[LoadedDrafter | None, str]:
+    """Return the drafter that is asked for or comes with the model, if any, and what to call it.
+
+    source: the target's own checkpoint.
+    The other arguments are those of ``load``; it raises what ``load`` does.
+    """
+    name = drafter_name(source.name, drafter, source)
+    has_settings = draft_vocab is not None or draft_bits is not None
+    if name is None:
+        if has_settings:
+            raise RequestError(
+                f"draft_vocab and draft_bits are settings of a drafter, and {source.name} has none here."
+            )
+        if drafter == AUTO and (hint := drafter_hint(source.config, source.name)):
+            warnings.warn(hint, ModelWarning, stacklevel=3)
+        return None, ""
+    ids = frequent_tokens(tokenizer, draft_vocab, target.vocab_size)
+    options = DrafterOptions(ids, draft_bits, quantized_is_slow())
+    label = name if ids is None else f"{name}, {len(ids)} draft tokens"
+    label = label if draft_bits is None else f"{label}, {draft_bits} bits"
+    is_optional = drafter == AUTO and not has_settings
+    return load_drafter(name, target, source, options, progress, is_optional), label
 
 
 def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:

@@ -90,7 +90,9 @@ def go_on(old: Generation, more: list[int]) -> Generation:
     target.prefill(sequence, prompt[sequence.length : -1], drafter.target_layer_ids, 9, on_rows=show)
     request = Request(prompt, 12, 4, old.request.sampling)
     rule = rule_for(request.sampling, target.vocab_size)
-    return Generation(request, sequence, rule, FixedDepth(4), list(prompt), drafter_state=drafting)
+    return Generation(
+        request, sequence, rule, FixedDepth(4), list(prompt), drafter_state=drafting, boundary=old.boundary
+    )
 
 
 def finish(generation: Generation) -> None:
