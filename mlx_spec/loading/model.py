@@ -44,9 +44,11 @@ def read_model(folder: Path, config: Mapping[str, Any], name: str) -> nn.Module:
         with plain_name(folder) as place:
             model, _ = load_model(place, lazy=True, model_config=settings.arguments)
     except Exception as error:
-        raise ModelError(
-            f"{name}: its tensors do not fit its config.json ({shorten(str(error) or repr(error), 400)})."
-        ) from error
+        if missing := missing_files(folder, name):
+            reason = f"{INDEX} names {', '.join(missing)}, which is not there; download it again"
+        else:
+            reason = f"its tensors do not fit its config.json ({shorten(str(error) or repr(error), 400)})"
+        raise ModelError(f"{name}: {reason}.") from error
     check_weights(model, name)
     return model
 
@@ -64,10 +66,7 @@ def warn_of_other_head(head: mx.array, tensors: Mapping[str, mx.array], name: st
 
 
 def read_weights(folder: Path, name: str) -> dict[str, mx.array]:
-    """Return the tensors of a model, lazily.
-
-    Raises ModelError where files are missing or broken.
-    """
+    """Return the tensors of a model, lazily. Raises ModelError where there are none, or a file is broken."""
     files = sorted(folder.glob(WEIGHTS))
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file())[:12]) or "nothing"
@@ -75,17 +74,19 @@ def read_weights(folder: Path, name: str) -> dict[str, mx.array]:
             f"{name} holds no {WEIGHTS} file, only {found}: convert other formats with mlx_lm.convert."
         )
     try:
-        shards = read_index(folder / INDEX, name)
-    except DrafterMismatch as error:
-        warnings.warn(f"{error} It is left out.", ModelWarning, stacklevel=4)
-        shards = {}
-    try:
-        tensors = read_files(files, name)
+        return read_files(files, name)
     except DrafterMismatch as error:  # as it is when a drafter's files are read
         raise ModelError(str(error)) from None
-    if missing := sorted({*shards.values()} - {path.name for path in files}):
-        raise ModelError(f"{name}: {INDEX} names {', '.join(missing)}, which is not there; download it again.")
-    return tensors
+
+
+def missing_files(folder: Path, name: str) -> list[str]:
+    """Return the files that a model's index names and that are not there. A broken index names none."""
+    try:
+        return sorted(
+            file for file in {*read_index(folder / INDEX, name).values()} if not (folder / file).exists()
+        )
+    except DrafterMismatch:
+        return []
 
 
 @contextmanager
