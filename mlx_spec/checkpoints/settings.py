@@ -19,6 +19,8 @@ HARMLESS = {
     *("speculators_model_type", "speculators_config"),
     *("pretraining_tp", "task_specific_params", "tie_word_embeddings", "mrope_section", "mrope_interleaved"),
 }
+# Of the vision part of a model, which text does not need.
+VISION = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 # Of training, of generation and of reports: they say nothing of a forward pass.
 HARMLESS_PARTS = (
     "dropout",

@@ -13,6 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from mlx_spec.checkpoints.config import LFS_POINTER
 from mlx_spec.checkpoints.torch_file import read_torch_files
 from mlx_spec.errors import DrafterMismatch
 
@@ -20,8 +21,7 @@ INDEX = "model.safetensors.index.json"
 TORCH_FILES = "pytorch_model*.bin"
 # How names of files begin that lie beside weights: hidden ones, and those of training.
 STRAY = (".", "adapter", "optimizer", "optim_", "scheduler", "training_", "trainer", "rng_state", "random_states")
-# How files begin.
-LFS, ZIP = b"version https://git-lfs.github.com/spec", b"PK\x03\x04"
+ZIP = b"PK\x03\x04"  # how its files begin
 # Tensors of quantisations that are not read here; ``weight_scale_inv`` is, beside weights in FP8.
 FOREIGN = re.compile(
     r".+[._](weight_scale(_inv|_2)?|(weight_|input_)?global_scale|input_scale|weight_packed|weight_zero_point"
@@ -71,8 +71,8 @@ def read_file(path: Path, name: str) -> dict[str, mx.array]:
     """Read the tensors of one file, see ``read_files``."""
     try:
         with path.open("rb") as file:
-            start = file.read(len(LFS))
-        if start.startswith(LFS):
+            start = file.read(len(LFS_POINTER))
+        if start.startswith(LFS_POINTER):
             raise DrafterMismatch(
                 f"{name}: {path.name} is a Git LFS pointer, not the file itself: run git lfs pull."
             )

@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes
 
 from metal_kernels import Rope
 from mlx_spec.checkpoints.rope_settings import RopeSettings, read_rope
-from mlx_spec.checkpoints.settings import Settings, is_harmless
+from mlx_spec.checkpoints.settings import VISION, Settings, is_harmless
 from mlx_spec.errors import ModelWarning, UnsupportedModel
 from mlx_spec.target.families import Family, family_of, text_config
 from mlx_spec.target.rope import rope_frequencies
@@ -62,7 +62,7 @@ READ = {
 APART = {"model_type", "model_file", "text_config", "quantization", "quantization_config", "eos_token_id"}
 # Of other parts of the checkpoint: vision, and heads that predict further tokens.
 OTHER_PARTS = {
-    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *VISION,
     *("language_model_only", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     # Of generation, which has a file of its own.
     *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "repetition_penalty"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.checkpoints.rope_settings import read_rope
-from mlx_spec.checkpoints.settings import Settings
+from mlx_spec.checkpoints.settings import VISION, Settings
 from mlx_spec.errors import DrafterMismatch, UnsupportedModel
 
 
@@ -97,7 +97,7 @@ HARMLESS = {
     *("full_attention_interval", "layer_types", "decoder_sparse_step", "mlp_only_layers", "attn_output_gate"),
     *("mamba_ssm_dtype", "output_router_logits", "num_hidden_layers", "hidden_act"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "mrope_interleaved", "mrope_section"),
-    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *VISION,
 }
 
 # Heads that are no chain of one decoder layer over the target's last hidden state.
