@@ -12,32 +12,31 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench chat check extract_mtp quantize_drafter",
+        "mlx_spec": "__init__ bench chat check extract_mtp probe quantize_drafter",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
     {
-        "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags generate_options "
-        "quantize_drafter",
+        "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags "
+        "generate_options probe quantize_drafter",
     },
-    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness store wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
+    {"mlx_spec.diagnose": "acceptance plot probe report rows stages text variants verdict watch"},
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
         "scheduler statistics verify",
     },
+    {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.decoding": "accept grammar logprobs noise sampling settings",
-        "mlx_spec.diagnose": "rows wiring",
-    },
-    {
-        "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
-        "mlx_spec.drafters.dflash2": "block config drafter kind load selector tensors writer",
-        "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
-        "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head kind kv reference siblings "
+        "stages tree variants",
+        "mlx_spec.drafters.dflash2": "block config drafter kind load reference selector tensors variants writer",
+        "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
+        "mlx_spec.drafters.mtp": "head kind load reference source spec tensors variants",
     },
     {"mlx_spec.checkpoints": "hub"},
     {
@@ -68,7 +67,9 @@ ROOT_FILES = {
     "check.py",
     "errors.py",
     "extract_mtp.py",
-} | {"quantize_drafter.py"}
+    "probe.py",
+    "quantize_drafter.py",
+}
 
 
 def level_of() -> dict[str, int]:

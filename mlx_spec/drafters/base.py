@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_spec.drafters.stages import Record
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 from mlx_spec.target import PagePool
 
@@ -95,6 +96,13 @@ class DrafterState(Protocol):
         """Free what it holds; the state is not used afterwards."""
         ...
 
+    def moved(self, by: int) -> "DrafterState":
+        """Return a copy whose rows to come have positions that are larger by ``by``, to diagnose with.
+
+        Rows that wait, as those since the last draft may, are rows to come.
+        """
+        ...
+
 
 class Drafter(Protocol):
     """Drafts tokens.
@@ -103,12 +111,16 @@ class Drafter(Protocol):
     pool: the pages of its states.
     target_layer_ids: the target layers whose outputs it reads, see Target.
     max_draft: the most tokens of a draft.
+    draft_ids: the tokens [N] that its draft logits are of; None for all, in order.
     """
 
     name: str
     pool: PagePool
     target_layer_ids: tuple[int, ...]
     max_draft: int
+
+    @property
+    def draft_ids(self) -> mx.array | None: ...
 
     def open(self, position: int = 0) -> Any:
         """Return the state of a sequence whose rows are committed to the drafter from ``position`` on.
@@ -131,6 +143,13 @@ class Drafter(Protocol):
         Returns a draft for each request, of as many tokens as it asks for, or of fewer where the drafter has not
         seen enough of the sequence. The drafts of a sequence may depend on the others of the pass.
         Raises RequestError for a count outside 1 to ``max_draft``.
+        """
+        ...
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and hand every stage of the pass to ``record``, in the order of computing.
+
+        Nothing is compiled or fused that would hide a stage. Rows of several sequences lie side by side.
         """
         ...
 

@@ -5,10 +5,11 @@ its successor is committed, too; then its keys and values enter the context. The
 head's own output, are kept beside the context and forgotten when the round ends.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
 from mlx_spec.drafters.base import Committed, Draft, DraftRequest, nothing_drafted, stack_drawn
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.stages import Record, record_stages, within
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.layers import Attention
@@ -69,11 +71,15 @@ class HeadForward(Protocol):
         """Fuse outputs of T target layers [R, T * H] into hidden states [R, H]."""
         ...
 
-    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
+    def pre_attention(
+        self, embedded: mx.array, hidden: mx.array, positions: mx.array, record: Record | None = None
+    ) -> AttentionInputs:
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         ...
 
-    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+    def post_attention(
+        self, inputs: AttentionInputs, attended: mx.array, record: Record | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Run rows from attention's output [R, heads, D] to the end.
 
         Returns what the output head reads, and the hidden state for the next row of a chain, both [R, H].
@@ -104,6 +110,10 @@ class ChainState:
     def fork(self) -> "ChainState":
         """Return an independent copy."""
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
+
+    def moved(self, by: int) -> "ChainState":
+        """Return a copy whose pending rows, and rows to come, have positions that are larger by ``by``."""
+        return ChainState(self.context.moved(by), self.hidden, self.following, self.first + by)
 
     def free(self) -> None:
         """Release the pages of the context."""
@@ -141,6 +151,17 @@ class ChainDrafter:
         like = mx.zeros((1, forward.width), dtype=target.dtype), mx.zeros((1,), dtype=mx.int32)
         self.pool = context_pool(forward.pre_attention(self.embed(like[1]), *like).context_rows)
 
+    def changed(self, **changes: Any) -> "ChainDrafter":
+        """Return the same drafter but for some attributes: forward, target_layer_ids, head or embed."""
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] int32 that draft logits are of; None for all, in order."""
+        return self.head.ids
+
     def open(self, position: int = 0) -> ChainState:
         """Return the state of a sequence whose rows begin at ``position``."""
         return ChainState(ContextKV(self.pool, self.forward.attention.window, position), *self._nothing, position)
@@ -174,31 +195,47 @@ class ChainDrafter:
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
+        return self._propose(requests, None)
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and record every stage.
+
+        Those of the pending rows, the newest of each sequence included, have no prefix up to attention; those of
+        step i, of the newest rows alone, begin with ``steps.i``.
+        """
+        return self._propose(requests, record)
+
+    def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
             if not 1 <= request.count <= self.max_draft:
                 raise RequestError(
                     f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
                 )
         ready = [request for request in requests if request.state.hidden.shape[0]]
-        drafts = iter(self._chains(ready) if ready else [])
+        drafts = iter(self._chains(ready, record) if ready else [])
         return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
 
-    def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        inputs, hidden = self._begin(requests)
+    def _chains(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
+        inputs, hidden = self._begin(requests, record)
         pages = pages_of([request.state.context for request in requests])
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
         for index in range(max(request.count for request in requests)):
+            step = within(f"steps.{index}", record)
             if index:
                 positions = mx.array([request.state.position - 1 + index for request in requests], dtype=mx.int32)
-                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, positions)
+                embedded = self.embed(steps[-1].tokens)
+                record_stages(step, recycled=hidden, embedded=embedded, positions=positions)
+                inputs = self.forward.pre_attention(embedded, hidden, positions, step)
             queries.append(inputs.queries[:, None])
             keys_values.append(inputs.keys_values[:, :, None])
             attended = self._attend(pages, mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2))
-            scored, hidden = self.forward.post_attention(inputs, attended[:, -1])
-            steps.append(self._step(scored, requests, steps))
+            record_stages(step, attended=attended[:, -1])
+            scored, hidden = self.forward.post_attention(inputs, attended[:, -1], step)
+            record_stages(step, hidden=scored)
+            steps.append(self._step(scored, requests, steps, step))
         return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
 
-    def _begin(self, requests: Sequence[DraftRequest]) -> tuple[AttentionInputs, mx.array]:
+    def _begin(self, requests: Sequence[DraftRequest], record: Record | None) -> tuple[AttentionInputs, mx.array]:
         """Run the pending rows of N sequences up to attention, and move all but the newest of each to the context.
 
         Returns the newest row of each, and the target's hidden states of these rows [N, H].
@@ -210,7 +247,9 @@ class ChainDrafter:
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
         hidden = mx.concatenate([state.hidden for state in states])
         embedded = self.embed(mx.concatenate(following))
-        inputs = self.forward.pre_attention(embedded, hidden, mx.array(positions, dtype=mx.int32))
+        at = mx.array(positions, dtype=mx.int32)
+        record_stages(record, ctx_combined=hidden, embedded=embedded, positions=at)
+        inputs = self.forward.pre_attention(embedded, hidden, at, record)
         newest = [end - 1 for end in accumulate(counts)]
         for state, count, last in zip(states, counts, newest, strict=True):
             if count > 1:
@@ -268,14 +307,22 @@ class ChainDrafter:
         attended = attention_rows(queries.flatten(0, 1), keys, values, pool, 0, cached, scale=scale, window=window)
         return attended.reshape(queries.shape)
 
-    def _step(self, hidden: mx.array, requests: Sequence[DraftRequest], before: Sequence["Step"]) -> "Step":
+    def _step(
+        self,
+        hidden: mx.array,
+        requests: Sequence[DraftRequest],
+        before: Sequence["Step"],
+        record: Record | None,
+    ) -> "Step":
         """Draw the next token of each sequence.
 
         hidden: [N, H], what the output head reads.
         requests: of the N sequences.
         before: the steps before this one.
+        record: gets the draft logits [N, size of the head].
         """
         scores = self.head.score(hidden)
+        record_stages(record, logits=scores)
         values, ids, are_finite = topk_rows(scores, min(CANDIDATES, self.head.size))
         ids = ids if self.head.ids is None else self.head.ids[ids]
         values = values.astype(mx.float32)

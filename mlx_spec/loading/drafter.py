@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter that is bound to its target, what it is, and whether it is one of the demo's."""
+    """A drafter that is bound to its target, what it is, where it is from, and whether it is one of the demo's."""
 
     drafter: Drafter
     kind: Kind
+    source: DrafterSource
     is_shipped: bool
 
 
@@ -117,7 +118,7 @@ def load_asked(
     source = source_of(place, target.name if place == model_source.place else name, model_source.config)
     kind = named or kind_of(source, target.num_layers)
     try:
-        return LoadedDrafter(kind.load(source, target, options), kind, shipped is not None)
+        return LoadedDrafter(kind.load(source, target, options), kind, source, shipped is not None)
     except MlxSpecError:
         raise
     except Exception as error:

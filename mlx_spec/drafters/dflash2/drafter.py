@@ -3,6 +3,7 @@
 Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 """
 
+import copy
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.stages import Record, record_stages
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 
@@ -41,6 +43,23 @@ class DFlash2Drafter:
             target.head_for(self._ids) if self._ids is not None else logits_of_first(config.vocab_size, target)
         )
 
+    def changed(self, config: DFlash2Config, model: DraftModel | None = None) -> "DFlash2Drafter":
+        """Return the same drafter with another configuration, and with another model where one is given.
+
+        Of the configuration count the layers that it reads, visibility, the mask token and the output multiplier.
+        """
+        other = copy.copy(self)
+        other.config, other.target_layer_ids = config, config.target_layer_ids
+        other.mask = self._embed(mx.array([config.mask_token_id]))
+        if model is not None:
+            other.model, other.writer = model, ContextWriter(model)
+        return other
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] that draft logits are of; None for all, in order."""
+        return self._ids
+
     def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""
         return BlockState(ContextKV(self.pool, self.config.context_window, position))
@@ -65,6 +84,20 @@ class DFlash2Drafter:
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
+        return self._propose(requests, None)
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and record every stage; those of layer l begin with ``layers.l``.
+
+        The rows of all blocks lie side by side.
+        """
+
+        def flat(stage: str, value: mx.array) -> None:
+            record(stage, value if stage.startswith("ctx_") else value.flatten(0, 1))
+
+        return self._propose(requests, flat)
+
+    def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
             if not 1 <= request.count <= self.max_draft:
                 raise RequestError(
@@ -73,14 +106,14 @@ class DFlash2Drafter:
         most = max((request.count for request in requests), default=0)
         if not most:
             return []
-        hidden = self.block(
-            [request.state for request in requests], [request.anchor for request in requests], most + 1
-        )[:, 1:]
+        states, anchors = [request.state for request in requests], [request.anchor for request in requests]
+        hidden = self.block(states, anchors, most + 1, record)[:, 1:]
         logits = self._head(hidden)
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
         candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
+        record_stages(record, hidden=hidden, logits=logits, hidden_projection=candidates.gates)
         # Of several sequences each has its own flags.
         of_logits = are_finite[None] if len(requests) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
@@ -96,19 +129,21 @@ class DFlash2Drafter:
         state.rewind(position)
         return state.position
 
-    def block(self, states: Sequence[BlockState], anchors: Sequence[int], rows: int) -> mx.array:
+    def block(
+        self, states: Sequence[BlockState], anchors: Sequence[int], rows: int, record: Record | None = None
+    ) -> mx.array:
         """Return the final-normed hidden states [N, rows, H] of a block forward.
 
         states: of N sequences, whose waiting rows are written.
         anchors: their token ids.
         rows: of each block, the anchor included.
         """
-        self.writer.write(states)
+        self.writer.write(states, record)
         embedded = self._embed(mx.array(list(anchors)))[:, None]
         masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
         scale = self.model.embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
-        x = x if scale == 1.0 else x * scale
+        scaled = x if scale == 1.0 else x * scale
 
         pool, pages, lengths = pages_of([state.context for state in states])
         cached = Cached(pages, lengths, (rows,) * len(states))
@@ -129,7 +164,11 @@ class DFlash2Drafter:
 
         # One position for all spares the device an array.
         cursors = [state.position for state in states]
-        return self.model(x, cursors[0] if len(cursors) == 1 else mx.array(cursors, dtype=mx.int32), attend)
+        if record is not None:
+            record_stages(record, embedded=x, positions=mx.array(cursors)[:, None] + mx.arange(rows))
+        return self.model(
+            scaled, cursors[0] if len(cursors) == 1 else mx.array(cursors, dtype=mx.int32), attend, record
+        )
 
     def _transform(self, unary: mx.array) -> mx.array:
         unary = unary * self.config.output_multiplier

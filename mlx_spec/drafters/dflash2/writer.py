@@ -9,6 +9,7 @@ import mlx.core as mx
 from metal_kernels import context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
+from mlx_spec.drafters.stages import Record, record_stages
 from mlx_spec.errors import PositionError
 from mlx_spec.target.linears import joined_linears
 
@@ -38,6 +39,10 @@ class BlockState:
     def fork(self) -> "BlockState":
         """Return an independent copy."""
         return BlockState(self.context.fork(), list(self.waiting))
+
+    def moved(self, by: int) -> "BlockState":
+        """Return a copy whose waiting rows, and rows to come, have positions that are larger by ``by``."""
+        return BlockState(self.context.moved(by), list(self.waiting))
 
     def free(self) -> None:
         """Give the pages of the context back."""
@@ -87,7 +92,7 @@ class ContextWriter:
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope
 
-    def write(self, states: Sequence[BlockState]) -> None:
+    def write(self, states: Sequence[BlockState], record: Record | None = None) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
         due = [state for state in states if state.waiting]
         if not due:
@@ -100,10 +105,11 @@ class ContextWriter:
             mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
         ]
         if len(due) == 1:
-            written = [self.project(features[0], positions[0])]
+            written = [self.project(features[0], positions[0], record)]
         else:
             ends = list(accumulate(rows.shape[0] for rows in features))[:-1]
-            written = list(mx.split(self.project(mx.concatenate(features), mx.concatenate(positions)), ends))
+            every = self.project(mx.concatenate(features), mx.concatenate(positions), record)
+            written = list(mx.split(every, ends))
         append_to([(state.context, at, rows) for state, at, rows in zip(due, starts, written, strict=True)])
         for state in due:
             state.waiting = []
@@ -116,12 +122,15 @@ class ContextWriter:
         if skipped:
             context.start_at(context.cursor + skipped, capture=context.cursor)
 
-    def project(self, features: mx.array, positions: mx.array) -> mx.array:
+    def project(self, features: mx.array, positions: mx.array, record: Record | None = None) -> mx.array:
         """Return context keys and values [n, layers, 2, KV, D].
 
         features: [n, T * H], in the target's floating type.
         positions: [n] int32.
         """
         count, layers = features.shape[0], len(self.model.layers)
-        projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)
-        return context_kv(projected, self.norms, positions, self.rope, eps=self.eps)
+        fused = self.model.context(features, record)
+        projected = linear_rows(fused, self.linears).reshape(count, layers, 2, -1)
+        written = context_kv(projected, self.norms, positions, self.rope, eps=self.eps)
+        record_stages(record, ctx_keys_values=written, ctx_positions=positions)
+        return written

@@ -1,0 +1,216 @@
+"""Teacher-forced drafts: what a drafter proposes after every position of a text, beside what is right there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.diagnose.text import Text
+from mlx_spec.drafters.base import Draft, Drafter, DraftRequest
+from mlx_spec.drafters.stages import Record
+
+# Anchors whose drafts are made in one pass.
+TOGETHER = 32
+# By how much another way of drafting must be better: standard errors of the difference, and share of the drafts.
+STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.02
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """One way to line text and drafter up.
+
+    moved: the drafter's newest rows have positions larger by this.
+    capped: so many of the newest committed rows are withheld, and the positions stay what they are.
+    shift: a row gets the hidden states of the row so many positions later.
+    """
+
+    moved: int = 0
+    capped: int = 0
+    shift: int = 0
+
+
+OWN = Alignment()
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Drafts of k tokens after n anchors, against the target's choices.
+
+    right: [n, k] bool: the draft is the target's choice.
+    first: [n, k] bool: the best candidate by its logit alone is the target's choice.
+    among: [n, k] bool: the target's choice is among the candidates.
+    place: [n, k]: of the target's choice among the candidates by their scores, from 0; their number where it is
+        not among them.
+    early, late: [n, k] bool: the draft is the choice one position earlier, or later.
+    text: [n], the number of the text of each anchor.
+    position: [n], of each anchor.
+    """
+
+    right: np.ndarray
+    first: np.ndarray
+    among: np.ndarray
+    place: np.ndarray
+    early: np.ndarray
+    late: np.ndarray
+    text: np.ndarray
+    position: np.ndarray
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """[n, k] bool: the draft and all before it are right."""
+        return np.logical_and.accumulate(self.right, axis=1)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """[n], the mean of 1 / (1 + place) of the drafts after each anchor: finer than acceptance."""
+        return np.mean(1.0 / (1.0 + self.place), axis=1)
+
+    @property
+    def score(self) -> float:
+        """The mean of ``scores``."""
+        return float(self.scores.mean()) if self.scores.size else 0.0
+
+    def only(self, chosen: np.ndarray) -> "Hits":
+        """Return some of the anchors."""
+        return Hits(**{name: value[chosen] for name, value in vars(self).items()})
+
+
+def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> bool:
+    """Whether drafts after the same anchors are clearly better in another way.
+
+    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score.
+    """
+    gains = (other.right.mean(axis=1) - declared.right.mean(axis=1), other.scores - declared.scores)
+    return is_gain(gains[0], errors) or (is_gain(gains[1], errors) and bool(gains[0].mean() >= 0))
+
+
+def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS) -> bool:
+    """Whether the mean of gains [n] is above zero by more than so many standard errors."""
+    if gains.size < 2:
+        return False
+    error = float(gains.std(ddof=1)) / gains.size**0.5
+    return bool(gains.mean() > max(LEAST_GAIN, errors * error))
+
+
+def measure(
+    drafter: Drafter,
+    texts: Sequence[Text],
+    depth: int,
+    stride: int = 1,
+    alignment: Alignment = OWN,
+    watch: Callable[[np.ndarray], Record] | None = None,
+    on_drafted: Callable[[int], None] = lambda count: None,
+) -> Hits:
+    """Draft ``depth`` tokens after every ``stride``-th anchor of some texts.
+
+    A chain goes on with the text's tokens, not with its own drafts, so that each of its steps is a measurement.
+
+    watch: returns what takes the stages of a pass, given the target's choices [N, depth] for its anchors.
+    on_drafted: gets the number of anchors after each pass.
+    """
+    parts: list[dict[str, np.ndarray]] = []
+    for number, text in enumerate(texts):
+        for anchors, drafts in passes(drafter, text, depth, stride, alignment, watch):
+            parts.append(compared(text, anchors, drafts, depth) | {"text": np.full(len(anchors), number)})
+            on_drafted(len(anchors))
+    empty = np.zeros((0, depth), dtype=bool)
+    if not parts:
+        numbers = np.zeros(0, dtype=np.int64)
+        return Hits(empty, empty, empty, empty.astype(np.int64), empty, empty, numbers, numbers)
+    return Hits(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def passes(
+    drafter: Drafter,
+    text: Text,
+    depth: int,
+    stride: int,
+    alignment: Alignment,
+    watch: Callable[[np.ndarray], Record] | None,
+) -> Iterator[tuple[list[int], list[Draft]]]:
+    """Yield the anchors of each pass and their drafts, computed."""
+    anchors = [p for p in text.anchors(depth)[::stride] if p > alignment.capped]
+    state, done, tokens = drafter.open(), 0, [int(token) for token in np.array(text.tokens)]
+    try:
+        for begin in range(0, len(anchors), TOGETHER):
+            chosen = anchors[begin : begin + TOGETHER]
+            forks = list[Any]()
+            try:
+                for anchor in chosen:
+                    end = anchor - alignment.capped
+                    # In two parts, so that a chain completes all rows but the newest before it is forked.
+                    for part in sorted({max(done, end - 1), end}):
+                        if part > done:
+                            committed = text.committed(done, part, drafter.target_layer_ids, alignment.shift)
+                            drafter.extend([(state, committed)])
+                            done = part
+                    forks.append(aligned(drafter, state, alignment, tokens[anchor]))
+                requests = [
+                    request(fork, tokens[anchor : anchor + 1 + depth], fork.position)
+                    for fork, anchor in zip(forks, chosen, strict=True)
+                ]
+                if watch is None:
+                    drafts = drafter.propose(requests)
+                else:
+                    drafts = drafter.observe(requests, watch(expected(text, chosen, depth)))
+                mx.eval([(draft.tokens, draft.candidates, draft.scores) for draft in drafts])
+            finally:
+                for fork in forks:
+                    fork.free()
+            yield chosen, drafts
+    finally:
+        state.free()
+
+
+def aligned(drafter: Drafter, state: Any, alignment: Alignment, anchor: int) -> Any:
+    """Return a fork of a state, its newest rows moved."""
+    fork, moved = state.fork(), alignment.moved + alignment.capped
+    if not moved:
+        return fork
+    # A draft takes in what waits, so that only newer rows are moved.
+    drafted = drafter.propose([DraftRequest(fork, anchor, 1, lambda position, ids, scores: (ids[0], None))])
+    mx.eval(drafted[0].tokens)
+    copy = fork.moved(moved)
+    fork.free()
+    return copy
+
+
+def request(state: Any, tokens: Sequence[int], position: int) -> DraftRequest:
+    """Ask for a draft after an anchor, the first of these tokens, that goes on with the others, come what may.
+
+    position: of the anchor by the state.
+    """
+    anchor, *following = tokens
+    forced = [mx.array(token) for token in following]
+    return DraftRequest(state, anchor, len(forced), lambda at, ids, scores: (forced[at - position - 1], None))
+
+
+def expected(text: Text, anchors: Sequence[int], depth: int) -> np.ndarray:
+    """Return the target's choices [n, depth] after each of n anchors."""
+    return np.array(text.choices)[np.array(anchors)[:, None] + np.arange(depth)]
+
+
+def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth: int) -> dict[str, np.ndarray]:
+    """Compare drafts with the target's choices, see Hits."""
+    truth = expected(text, anchors, depth)
+    ids = np.stack([np.array(draft.candidates) for draft in drafts])
+    scores = np.stack([np.array(draft.scores) for draft in drafts])
+    drafted = np.take_along_axis(ids, scores.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    among = ids == truth[..., None]
+    own = np.take_along_axis(scores, among.argmax(axis=-1)[..., None], axis=-1)
+    places = (scores > own).sum(axis=-1)
+    # Scores that are no numbers choose nothing.
+    right = (drafted == truth) & np.isfinite(scores).all(axis=-1)
+    choices = np.concatenate([np.array(text.tokens[:1]), np.array(text.choices), [-1]])
+    at = np.array(anchors)[:, None] + np.arange(depth)
+    return {
+        "right": right,
+        "first": ids[..., 0] == truth,
+        "among": among.any(axis=-1),
+        "place": np.where(among.any(axis=-1), places, ids.shape[-1]),
+        "early": drafted == choices[at],
+        "late": drafted == choices[at + 2],
+        "position": np.array(anchors),
+    }
