@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.diagnose.text import Text
-from mlx_spec.drafters.base import Draft, Drafter, DraftRequest
+from mlx_spec.drafters.base import Draft, Drafter, DraftRequest, Drawn
 from mlx_spec.drafters.stages import Record
 
 # Anchors whose drafts are made in one pass.
@@ -80,10 +80,15 @@ class Hits:
 def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> bool:
     """Whether drafts after the same anchors are clearly better in another way.
 
-    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score.
+    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score; and
+    both at the earlier positions and at the later ones. A rotary base that is too large, say, helps a drafter at
+    positions beyond those that it was trained with, and only there.
     """
     gains = (other.right.mean(axis=1) - declared.right.mean(axis=1), other.scores - declared.scores)
-    return is_gain(gains[0], errors) or (is_gain(gains[1], errors) and bool(gains[0].mean() >= 0))
+    if not (is_gain(gains[0], errors) or (is_gain(gains[1], errors) and gains[0].mean() >= 0)):
+        return False
+    early = other.position <= np.median(other.position)
+    return all(bool(gains[1][part].mean() >= 0) for part in (early, ~early) if part.any())
 
 
 def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS) -> bool:
@@ -148,14 +153,14 @@ def passes(
                             done = part
                     forks.append(aligned(drafter, state, alignment, tokens[anchor]))
                 requests = [
-                    request(fork, tokens[anchor : anchor + 1 + depth], fork.position)
+                    request(fork, tokens[anchor : anchor + 1 + depth])
                     for fork, anchor in zip(forks, chosen, strict=True)
                 ]
                 if watch is None:
                     drafts = drafter.propose(requests)
                 else:
                     drafts = drafter.observe(requests, watch(expected(text, chosen, depth)))
-                mx.eval([(draft.tokens, draft.candidates, draft.scores) for draft in drafts])
+                mx.eval([(draft.tokens, draft.candidates, draft.ranks) for draft in drafts])
             finally:
                 for fork in forks:
                     fork.free()
@@ -170,21 +175,35 @@ def aligned(drafter: Drafter, state: Any, alignment: Alignment, anchor: int) -> 
     if not moved:
         return fork
     # A draft takes in what waits, so that only newer rows are moved.
-    drafted = drafter.propose([DraftRequest(fork, anchor, 1, lambda position, ids, scores: (ids[0], None))])
+    drafted = drafter.propose([request(fork, [anchor, 0])])
     mx.eval(drafted[0].tokens)
     copy = fork.moved(moved)
     fork.free()
     return copy
 
 
-def request(state: Any, tokens: Sequence[int], position: int) -> DraftRequest:
-    """Ask for a draft after an anchor, the first of these tokens, that goes on with the others, come what may.
+@dataclass(frozen=True)
+class Forced:
+    """A rule that draws given tokens, come what may, and keeps the scores of the candidates."""
 
-    position: of the anchor by the state.
-    """
+    tokens: tuple[int, ...]
+    way: str = "forced"
+
+    def noise(self, position: int, count: int, candidates: int) -> mx.array:
+        """Return the tokens as what the draws read, int32 [count, 1], with zeros after their end."""
+        chosen = [*self.tokens, *[0] * count][:count]
+        return mx.array(chosen, dtype=mx.int32)[:, None]
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw the token of this position."""
+        assert noise is not None
+        return Drawn(noise[0], scores)
+
+
+def request(state: Any, tokens: Sequence[int]) -> DraftRequest:
+    """Ask for a draft after an anchor, the first of these tokens, that goes on with the others."""
     anchor, *following = tokens
-    forced = [mx.array(token) for token in following]
-    return DraftRequest(state, anchor, len(forced), lambda at, ids, scores: (forced[at - position - 1], None))
+    return DraftRequest(state, anchor, len(following), Forced(tuple(following)))
 
 
 def expected(text: Text, anchors: Sequence[int], depth: int) -> np.ndarray:
@@ -196,7 +215,7 @@ def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth:
     """Compare drafts with the target's choices, see Hits."""
     truth = expected(text, anchors, depth)
     ids = np.stack([np.array(draft.candidates) for draft in drafts])
-    scores = np.stack([np.array(draft.scores) for draft in drafts])
+    scores = np.stack([np.array(draft.ranks.astype(mx.float32)) for draft in drafts if draft.ranks is not None])
     drafted = np.take_along_axis(ids, scores.argmax(axis=-1)[..., None], axis=-1)[..., 0]
     among = ids == truth[..., None]
     own = np.take_along_axis(scores, among.argmax(axis=-1)[..., None], axis=-1)

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_spec.diagnose.acceptance import OWN, Alignment, Hits, measure
 from mlx_spec.diagnose.stages import ROWS, Departure, StageNumbers, departures, observed
 from mlx_spec.diagnose.text import LEAST_POSITIONS, Text, own_replies, parts_of, read_text
-from mlx_spec.diagnose.variants import Found, contracts_of, layer_ids_of, search
+from mlx_spec.diagnose.variants import SAMPLED, Contract, Found, Search, contracts_of, layer_ids_of
 from mlx_spec.diagnose.watch import Watch
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.kind import DrafterSource, Kind
@@ -19,8 +19,8 @@ from mlx_spec.target import Target
 
 # Tokens of each of the target's own replies, and of a part of a user's text.
 REPLY_TOKENS, PART_TOKENS = 56, 256
-# Anchors, about, of what is measured many times; tokens drafted after each.
-SAMPLED, SAMPLED_DEPTH = 128, 3
+# Tokens drafted after each anchor of what is measured many times.
+SAMPLED_DEPTH = 2
 # Positions before the anchors of the text that shows what a long context does.
 LONGEST_CONTEXT = 4096
 STEPS_OF_STAGES = 3
@@ -142,15 +142,17 @@ Say = Callable[[str], None]
 def probe(patient: Patient, into: Probe, text: Sequence[int] | None = None, say: Say = lambda what: None) -> None:
     """Probe a drafter, part by part, so that an interruption leaves in ``into`` what is known until then.
 
+    into: its texts are used, where it has some.
+
     text: tokens of a text to measure on; None for the target's own replies to built-in prompts.
     say: is told what comes next.
     Raises RequestError where the text is too short.
     """
     target, drafter = patient.target, patient.drafter
     variants = patient.kind.variants(drafter, target)
-    say("texts")
-    layers = layer_ids_of(drafter, variants)
-    into.texts = texts_of(patient, layers, text)
+    if not into.texts:
+        say("texts")
+        into.texts = texts_of(patient, layer_ids_of(drafter, variants), text)
     say("acceptance")
     watch = Watch(drafter.draft_ids)
     into.hits = measure(drafter, into.texts, drafter.max_draft, watch=watch.of_pass)
@@ -170,9 +172,9 @@ def probe(patient: Patient, into: Probe, text: Sequence[int] | None = None, say:
     into.contexts = in_contexts(patient, into.texts, depth, stride)
     contracts = contracts_of(variants)
     say(f"contracts:{len(contracts)}")
-    into.sampled, into.contracts = search(
-        drafter, contracts, into.texts, depth, SAMPLED, lambda name: say("contract")
-    )
+    search = Search(drafter, into.texts, depth, say)
+    into.contracts = search.run(contracts)
+    into.sampled = search.hits(Contract(), SAMPLED)
 
 
 def texts_of(patient: Patient, layer_ids: Sequence[int], text: Sequence[int] | None) -> list[Text]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_spec.diagnose.acceptance import Hits, is_better
+from mlx_spec.diagnose.acceptance import Hits
 from mlx_spec.diagnose.probe import Probe
 from mlx_spec.diagnose.verdict import Verdict
 
@@ -30,10 +30,10 @@ def as_json(probe: Probe, verdict: Verdict) -> dict[str, Any]:
             {
                 "name": found.contract.name,
                 "fixes": found.contract.fixes,
-                "clearly_better": better,
+                "clearly_better": found.is_better,
                 **of_hits(found.hits),
             }
-            for found, better in judged(probe)
+            for found in probe.contracts
         ],
         "as_declared": None if probe.sampled is None else of_hits(probe.sampled),
         "stages": [asdict(stage) for stage in probe.stages],
@@ -56,12 +56,6 @@ def of_hits(hits: Hits) -> dict[str, Any]:
         "accepted": rounded(hits.accepted.mean(axis=0)),
         "score": round(hits.score, 4),
     }
-
-
-def judged(probe: Probe) -> Iterable[tuple[Any, bool]]:
-    """Return the measured contracts and whether each is clearly better than the declared one."""
-    declared = probe.sampled
-    return [] if declared is None else [(each, is_better(each.hits, declared)) for each in probe.contracts]
 
 
 def rounded(values: np.ndarray) -> list[float]:
@@ -148,14 +142,14 @@ def contracts(probe: Probe) -> str:
     if probe.sampled is None:
         return ""
     rows = [("as declared", share(probe.sampled.right.mean()), f"{probe.sampled.score:.3f}", "")]
-    for found, better in list(judged(probe))[:SHOWN]:
+    for found in probe.contracts[:SHOWN]:
         hits = found.hits
         rows.append(
             (
                 found.contract.name,
                 share(hits.right.mean()),
                 f"{hits.score:.3f}",
-                "clearly better" if better else "",
+                "clearly better" if found.is_better else "",
             )
         )
     return f"The best of {len(probe.contracts)} other contracts:\n" + table(

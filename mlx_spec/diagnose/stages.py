@@ -80,7 +80,7 @@ def observed(drafter: Drafter, text: Text, steps: int, begin: int = 0, rows: int
         drafter.extend([(state, Committed(begin, committed.tokens, committed.aux_hidden_states))])
         anchor = begin + rows
         tokens = [int(token) for token in np.array(text.tokens[anchor : anchor + steps + 1])]
-        mx.eval([draft.tokens for draft in drafter.observe([request(state, tokens, anchor)], record)])
+        mx.eval([draft.tokens for draft in drafter.observe([request(state, tokens)], record)])
     finally:
         state.free()
     return stages

@@ -5,7 +5,7 @@ It only makes drafts worse, so it has to be measured.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_spec.diagnose.acceptance import STANDARD_ERRORS, Alignment, Hits, is_better, measure
@@ -19,10 +19,14 @@ MAX_TEXT_TOKENS = 256
 DEPTH = 2
 # Standard errors that count at load, where few contracts are measured.
 ERRORS_AT_LOAD = 3.0
+# About how many anchors each contract is measured with, and those that may be better.
+SAMPLED, EVERY = 72, 1 << 30
+# Standard errors from which on a contract may be better, and how many of those are measured again.
+PROMISING, MOST_SECOND = 1.0, 4
 # Where no variant alone explains low acceptance, so many of the best are tried with every other one.
 MOST_FIRST = 4
 # Acceptance of first drafts below which two faults are looked for.
-LOW = 0.35
+LOW = 0.5
 ROWS = {
     -1: ("hidden states of the row before", "give each row the hidden state of the row before it"),
     1: ("hidden states of the row after", "give each row the hidden state of the row after it"),
@@ -86,10 +90,27 @@ class Contract:
 
 @dataclass(frozen=True)
 class Found:
-    """A contract and how it drafts."""
+    """A contract and how it drafts, beside another after the same anchors.
+
+    base: the other: the declared contract, or for one with two departures that with the first, if it is better.
+    other: how that drafts.
+    """
 
     contract: Contract
     hits: Hits
+    other: Hits
+    errors: float = STANDARD_ERRORS
+    base: Contract = Contract()
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is clearly better than the other."""
+        return is_better(self.hits, self.other, self.errors)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether more anchors may show that it is better."""
+        return is_better(self.hits, self.other, errors=PROMISING)
 
 
 def contracts_of(variants: Iterable[Variant], rows: bool = True) -> list[Contract]:
@@ -110,53 +131,82 @@ def layer_ids_of(drafter: Drafter, variants: Iterable[Variant]) -> tuple[int, ..
     return tuple(sorted({layer for each in every for layer in each.target_layer_ids}))
 
 
-def search(
-    drafter: Drafter,
-    contracts: Sequence[Contract],
-    texts: Sequence[Text],
-    depth: int,
-    anchors: int,
-    on_measured: Callable[[str], None] = lambda name: None,
-) -> tuple[Hits, list[Found]]:
-    """Measure a drafter as declared and under other contracts, and under two at once where that may explain more.
+@dataclass
+class Search:
+    """Measures a drafter under other contracts, and under two at once where that may explain more.
 
-    anchors: about how many to measure each with.
+    texts, depth: what to draft after, and how many tokens.
     on_measured: gets the name of each contract that was measured.
-    Returns the drafts as declared, and those of every other contract, the clearly better ones first.
     """
-    stride = max(1, sum(len(text.anchors(depth)) for text in texts) // anchors)
 
-    def hits(contract: Contract) -> Hits:
-        found = measure(contract.of(drafter), texts, depth, stride, Alignment(shift=contract.shift))
-        on_measured(contract.name)
-        return found
+    drafter: Drafter
+    texts: Sequence[Text]
+    depth: int
+    on_measured: Callable[[str], None] = lambda name: None
+    _known: dict[tuple[Contract, int], Hits] = field(default_factory=dict)
 
-    declared = hits(Contract())
-    found = [Found(contract, hits(contract)) for contract in contracts]
-    found.sort(key=lambda each: -each.hits.score)
-    clear = [each for each in found if is_better(each.hits, declared)]
-    best = max(clear, key=lambda each: int(each.hits.right.sum()), default=None)
-    firsts = [best] if best is not None else []
-    if best is None and declared.right[:, 0].mean() < LOW:
-        firsts = [each for each in found if each.hits.score > declared.score][:MOST_FIRST]
-    pairs = dict[frozenset[str], Found]()
-    for first in firsts:
-        for other in contracts:
-            both = first.contract.joined(other)
-            key = frozenset(both.name.split(" and "))
-            if not first.contract.points & other.points and key not in pairs:
-                pairs[key] = Found(both, hits(both))
-    least = declared if best is None else best.hits
-    better = [each for each in pairs.values() if is_better(each.hits, least)]
-    better.sort(key=lambda each: -int(each.hits.right.sum()))
-    clear.sort(key=lambda each: -int(each.hits.right.sum()))
-    rest = [each for each in found if each not in clear]
-    return declared, [*better, *clear, *rest]
+    def run(self, contracts: Sequence[Contract]) -> list[Found]:
+        """Measure all contracts; return them with the clearly better ones first, the best of these before all."""
+        found = sorted((self.compared(each) for each in contracts), key=lambda each: -each.hits.score)
+        clear = self.clear(found)
+        pairs = self.clear([self.joined(first, other) for first, other in self.pairs(found, clear, contracts)])
+        rest = [each for each in found if each.contract not in [better.contract for better in clear]]
+        return [*pairs, *clear, *rest]
+
+    def pairs(
+        self, found: Sequence[Found], clear: Sequence[Found], contracts: Sequence[Contract]
+    ) -> list[tuple[Found, Contract]]:
+        """Return which two contracts to try together.
+
+        Only where acceptance stays low: the best one with every other, or, where no single one is better, each of
+        a few that come first.
+        """
+        best = clear[0].hits if clear else self.hits(Contract(), SAMPLED)
+        firsts = list(clear[:1]) or [each for each in found if each.hits.score > each.other.score][:MOST_FIRST]
+        if best.right[:, 0].mean() >= LOW:
+            firsts = []
+        chosen: dict[frozenset[Contract], tuple[Found, Contract]] = {}
+        for first in firsts:
+            for other in contracts:
+                if not first.contract.points & other.points:
+                    chosen.setdefault(frozenset((first.contract, other)), (first, other))
+        return list(chosen.values())
+
+    def clear(self, found: Iterable[Found]) -> list[Found]:
+        """Return the clearly better ones, the best first; what only may be better is measured everywhere."""
+        certain = [each for each in found if each.is_better]
+        if not certain:
+            promising = sorted((each for each in found if each.is_promising), key=lambda each: -each.hits.score)
+            certain = [each for each in map(self.everywhere, promising[:MOST_SECOND]) if each.is_better]
+        return sorted(certain, key=lambda each: -int(each.hits.right.sum()))
+
+    def compared(self, contract: Contract) -> Found:
+        """Measure a contract after some anchors."""
+        return Found(contract, self.hits(contract, SAMPLED), self.hits(Contract(), SAMPLED))
+
+    def joined(self, first: Found, other: Contract) -> Found:
+        """Measure two contracts at once, beside the first of them, or beside none where that is not better."""
+        both, base = first.contract.joined(other), first.contract if first.is_better else Contract()
+        return Found(both, self.hits(both, SAMPLED), self.hits(base, SAMPLED), base=base)
+
+    def everywhere(self, found: Found) -> Found:
+        """Measure again after all anchors."""
+        hits, other = self.hits(found.contract, EVERY), self.hits(found.base, EVERY)
+        return Found(found.contract, hits, other, base=found.base)
+
+    def hits(self, contract: Contract, anchors: int) -> Hits:
+        """Draft under a contract after about so many anchors; what was measured is remembered."""
+        if (contract, anchors) not in self._known:
+            stride = max(1, sum(len(text.anchors(self.depth)) for text in self.texts) // anchors)
+            drafter, alignment = contract.of(self.drafter), Alignment(shift=contract.shift)
+            self._known[contract, anchors] = measure(drafter, self.texts, self.depth, stride, alignment)
+            self.on_measured(contract.name)
+        return self._known[contract, anchors]
 
 
-def better_contract(declared: Hits, found: Sequence[Found], errors: float = STANDARD_ERRORS) -> Found | None:
-    """Return the first contract that is clearly better than the declared one; None if none is."""
-    return next((each for each in found if is_better(each.hits, declared, errors)), None)
+def better_contract(found: Sequence[Found]) -> Found | None:
+    """Return the first contract that is clearly better than the other; None if none is."""
+    return next((each for each in found if each.is_better), None)
 
 
 def measure_at_load(
@@ -171,8 +221,12 @@ def measure_at_load(
     part = list(tokens[: min(MAX_TEXT_TOKENS, target.context)])
     text = read_text(target, "text", part, 1, layer_ids_of(drafter, chosen))
     depth = min(DEPTH, drafter.max_draft)
-    found = [Found(each, measure(each.of(drafter), [text], depth)) for each in contracts_of(chosen, rows=False)]
-    return measure(drafter, [text], depth), sorted(found, key=lambda each: -int(each.hits.right.sum()))
+    declared = measure(drafter, [text], depth)
+    found = [
+        Found(each, measure(each.of(drafter), [text], depth), declared, ERRORS_AT_LOAD)
+        for each in contracts_of(chosen, rows=False)
+    ]
+    return declared, sorted(found, key=lambda each: -int(each.hits.right.sum()))
 
 
 def better_at_load(declared: Hits, found: Sequence[Found], name: str) -> str | None:
@@ -181,7 +235,7 @@ def better_at_load(declared: Hits, found: Sequence[Found], name: str) -> str | N
     declared, found: see ``measure_at_load``.
     name: of the drafter.
     """
-    if (best := better_contract(declared, found, ERRORS_AT_LOAD)) is None:
+    if (best := better_contract(found)) is None:
         return None
     share, other = declared.right.mean(), best.hits.right.mean()
     return (

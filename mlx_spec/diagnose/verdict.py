@@ -106,9 +106,9 @@ def off_by_one(probe: Probe) -> Verdict | None:
 
 def other_contract(probe: Probe) -> Verdict | None:
     """Name a contract that fits clearly better."""
-    if probe.sampled is None or (best := better_contract(probe.sampled, probe.contracts)) is None:
+    if (best := better_contract(probe.contracts)) is None:
         return None
-    return Verdict("broken port", best.contract.name, gain(probe.sampled, best.hits), tuple(best.contract.fixes))
+    return Verdict("broken port", best.contract.name, gain(best.other, best.hits), tuple(best.contract.fixes))
 
 
 def other_alignment(probe: Probe) -> Verdict | None:

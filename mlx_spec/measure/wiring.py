@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from mlx_spec.diagnose.acceptance import request
 from mlx_spec.diagnose.variants import TEXT, better_at_load, measure_at_load
-from mlx_spec.drafters.base import Committed, Drafter, DraftRequest
+from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.drafters.variants import Variant
 from mlx_spec.errors import ModelWarning
 from mlx_spec.measure import store
@@ -51,8 +52,8 @@ def fingerprint(target: Target, drafter: Drafter) -> str:
     state = drafter.open()
     try:
         drafter.extend([(state, Committed(0, mx.array([0, 1]), ones))])
-        (draft,) = drafter.propose([DraftRequest(state, 0, 1, lambda position, ids, scores: (ids[0], None))])
-        parts = [draft.candidates, *([] if draft.scores is None else [draft.scores])]
+        (draft,) = drafter.propose([request(state, [0, 0])])
+        parts = [draft.candidates, *([] if draft.ranks is None else [draft.ranks])]
         return " ".join(str(mx.sum(part.astype(mx.float32)).item()) for part in parts)
     finally:
         state.free()

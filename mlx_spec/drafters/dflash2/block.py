@@ -1,7 +1,8 @@
-"""The one-pass block forward of DFlash and DFlash 2.
+"""The one-pass block forward of DFlash and DFlash 2: its modules, as checkpoints and training have them.
 
 Rows of a block are the anchor token and mask tokens; all run through the layers at once. Committed positions never
 do: they are seen only as the keys and values that the context writer made from the target's hidden states.
+``forward.py`` has the same over joined weights, for drafting.
 Source: research code of Z Lab (PyPI ``dflash`` 0.1.0); module names are the checkpoint's tensor names.
 """
 
@@ -15,7 +16,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 from metal_kernels import Rope, dynamic_conv
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.selector import CandidateSelector
-from mlx_spec.drafters.stages import Record, record_stages, within
 from mlx_spec.target.linears import module_rows
 from mlx_spec.target.rope import rope_frequencies
 
@@ -78,11 +78,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def __call__(self, x: mx.array, record: Record | None = None) -> mx.array:
-        gate, up = module_rows(x, self.gate_proj), module_rows(x, self.up_proj)
-        activation = swiglu(gate, up)
-        record_stages(record, gate=gate, up=up, activation=activation)
-        return module_rows(activation, self.down_proj)
+    def __call__(self, x: mx.array) -> mx.array:
+        return module_rows(swiglu(module_rows(x, self.gate_proj), module_rows(x, self.up_proj)), self.down_proj)
 
 
 class DraftLayer(nn.Module):
@@ -98,41 +95,22 @@ class DraftLayer(nn.Module):
             self.attention_conv = GroupedDynamicCausalConv(config)
             self.mlp_conv = GroupedDynamicCausalConv(config)
 
-    def __call__(
-        self,
-        x: mx.array,
-        attend: Callable[[Attention, mx.array, Record | None], mx.array],
-        record: Record | None = None,
-    ) -> mx.array:
+    def __call__(self, x: mx.array, attend: Callable[[Attention, mx.array], mx.array]) -> mx.array:
         """Run rows [N, B, hidden]. attend: the attention sublayer without its output projection."""
 
-        def attention(y: mx.array, record: Record | None) -> mx.array:
-            attended = attend(self.self_attn, y, record).reshape(*y.shape[:-1], -1)
-            return module_rows(attended, self.self_attn.o_proj)
+        def attention(y: mx.array) -> mx.array:
+            return module_rows(attend(self.self_attn, y).reshape(*y.shape[:-1], -1), self.self_attn.o_proj)
 
-        of_attention, of_mlp = within("attention", record), within("mlp", record)
-        x = self._around("attention_conv", attention, self.input_layernorm(x), x, of_attention)
-        return self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x), x, of_mlp)
+        x = self._around("attention_conv", attention, self.input_layernorm(x), x)
+        return self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x), x)
 
     def _around(
-        self,
-        conv_name: str,
-        sublayer: Callable[[mx.array, Record | None], mx.array],
-        x: mx.array,
-        residual: mx.array,
-        record: Record | None,
+        self, conv_name: str, sublayer: Callable[[mx.array], mx.array], x: mx.array, residual: mx.array
     ) -> mx.array:
-        record_stages(record, x=residual, normed=x)
         if conv_name not in self:
-            out = sublayer(x, record)
-            record_stages(record, out=out, y=residual + out)
-            return residual + out
+            return residual + sublayer(x)
         prepared, kernels = self[conv_name].prepare(x)
-        record_stages(record, coefficients=kernels, conv_before=prepared)
-        out = sublayer(prepared, record)
-        finished = self[conv_name].finish(out, kernels, residual)
-        record_stages(record, out=out, conv_after=finished)
-        return finished
+        return self[conv_name].finish(sublayer(prepared), kernels, residual)
 
 
 class DraftModel(nn.Module):
@@ -184,16 +162,11 @@ class DraftModel(nn.Module):
         """Encode positions ``position .. position + B - 1`` into [N, B, heads, D]; a start for all, or each N."""
         return self._rope(x.swapaxes(1, 2), offset=position).swapaxes(1, 2)
 
-    def context(self, features: mx.array, record: Record | None = None) -> mx.array:
+    def context(self, features: mx.array) -> mx.array:
         """Fuse target features [..., T * H] into what context keys and values are made of: [..., H]."""
-        combined = module_rows(features, self.fc)
-        normed = self.hidden_norm(combined)
-        record_stages(record, ctx_combined=combined, ctx_normed=normed)
-        return normed
+        return self.hidden_norm(module_rows(features, self.fc))
 
-    def __call__(
-        self, x: mx.array, position: mx.array | int, attend: Attend, record: Record | None = None
-    ) -> mx.array:
+    def __call__(self, x: mx.array, position: mx.array | int, attend: Attend) -> mx.array:
         """Run blocks of rows and return the final-normed hidden states [N, B, H].
 
         x: [N, B, H], the scaled embeddings, the anchors' first.
@@ -202,14 +175,12 @@ class DraftModel(nn.Module):
         """
         for index, layer in enumerate(self.layers):
 
-            def attention(module: Attention, y: mx.array, record: Record | None, index: int = index) -> mx.array:
+            def attention(module: Attention, y: mx.array, index: int = index) -> mx.array:
                 keys, values = module.keys_values(y)
-                queries, keys = self.rotate(module.queries(y), position), self.rotate(keys, position)
-                attended = attend(index, queries, keys, values)
-                record_stages(record, q=queries, k=keys, v=values, attended=attended)
-                return attended
+                queries = self.rotate(module.queries(y), position)
+                return attend(index, queries, self.rotate(keys, position), values)
 
-            x = layer(x, attention, within(f"layers.{index}", record))
+            x = layer(x, attention)
         return self.norm(x)
 
 

@@ -3,7 +3,7 @@
 Source: the published description of DFlash and DFlash 2; nothing of the block forward is used.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -119,12 +119,11 @@ class BlockReference:
         parts = *(f"{place}.{side}" for side in "qkv"), "ctx_keys_values", "positions", "ctx_positions"
         yield Formula(f"{place}.attended", parts, attended)
         output = f"layers.{layer}.self_attn.o_proj"
-        yield Formula(
-            f"{place}.out",
-            (f"{place}.attended",),
-            lambda x: self.linear(x.reshape(len(x), -1), output) / self.shrink,
-        )
-        yield self.finish(place, f"layers.{layer}.attention_conv")
+
+        def out(x: Array) -> Array:
+            return self.linear(x.reshape(len(x), -1), output) / self.shrink
+
+        yield from self.finish(place, f"{place}.attended", out, f"layers.{layer}.attention_conv")
         yield Formula(f"layers.{layer}.mlp.x", (f"{place}.{self.end}",), lambda x: x)
 
     def visible(self, layer: int, positions: Array, context: Array) -> Array:
@@ -146,8 +145,9 @@ class BlockReference:
         yield Formula(f"{place}.up", (source,), lambda x: self.linear(x, up) / self.shrink)
         both = f"{place}.gate", f"{place}.up"
         yield Formula(f"{place}.activation", both, lambda gate, up: silu(gate) * up)
-        yield Formula(f"{place}.out", (f"{place}.activation",), lambda x: self.linear(x, f"{mlp}.down_proj"))
-        yield self.finish(place, f"layers.{layer}.mlp_conv")
+        down = f"{mlp}.down_proj"
+        conv = f"layers.{layer}.mlp_conv"
+        yield from self.finish(place, f"{place}.activation", lambda x: self.linear(x, down), conv)
         if layer + 1 < self.config.num_hidden_layers:
             yield Formula(f"layers.{layer + 1}.attention.x", (f"{place}.{self.end}",), lambda x: x)
 
@@ -166,14 +166,11 @@ class BlockReference:
         yield Formula(f"{place}.conv_before", both, lambda x, own: convolve(x, base[0], own[:, 0]))
         return f"{place}.conv_before"
 
-    def finish(self, place: str, conv: str) -> Formula:
-        """Return what comes after a sublayer."""
-        parts = f"{place}.x", f"{place}.out"
+    def finish(self, place: str, inner: str, out: Callable[[Array], Array], conv: str) -> Iterator[Formula]:
+        """Yield what comes after a sublayer, whose output is ``out`` of the stage ``inner``."""
         if not self.config.conv_kernel_size:
-            return Formula(f"{place}.y", parts, lambda x, out: x + out)
-        base = self.weights[f"{conv}.base_kernel"]
-        return Formula(
-            f"{place}.conv_after",
-            (*parts, f"{place}.coefficients"),
-            lambda x, out, own: x + convolve(out, base[1], own[:, 1]),
-        )
+            yield Formula(f"{place}.y", (f"{place}.x", inner), lambda x, y: x + out(y))
+            return
+        yield Formula(f"{place}.out", (inner,), out)
+        parts, base = (f"{place}.x", f"{place}.out", f"{place}.coefficients"), self.weights[f"{conv}.base_kernel"]
+        yield Formula(f"{place}.conv_after", parts, lambda x, y, own: x + convolve(y, base[1], own[:, 1]))

@@ -66,13 +66,13 @@ def other_layers(config: DFlash2Config, target_layers: int) -> list[Variant]:
 def moved(drafter: DFlash2Drafter, by: int) -> DFlash2Drafter:
     """Return a drafter that reads other layers."""
     ids = tuple(layer + by for layer in drafter.config.target_layer_ids)
-    return drafter.changed(replace(drafter.config, target_layer_ids=ids))
+    return drafter.changed(replace(drafter.config, target_layer_ids=ids), copied(drafter.model))
 
 
 def turned(drafter: DFlash2Drafter) -> DFlash2Drafter:
     """Return a drafter that reads its hidden states in the other order."""
     config = drafter.config
-    return drafter.changed(replace(config, target_layer_ids=config.target_layer_ids[::-1]))
+    return drafter.changed(replace(config, target_layer_ids=config.target_layer_ids[::-1]), copied(drafter.model))
 
 
 def other_visibility(config: DFlash2Config) -> list[Variant]:
@@ -145,7 +145,7 @@ def other_weights(model: DraftModel) -> list[Variant]:
 
 def config_change(change: Callable[[DFlash2Config], DFlash2Config]) -> Callable[[DFlash2Drafter], DFlash2Drafter]:
     """Return the change of a drafter that changes its configuration."""
-    return lambda drafter: drafter.changed(change(drafter.config))
+    return lambda drafter: drafter.changed(change(drafter.config), copied(drafter.model))
 
 
 def model_change(change: ModelChange) -> Callable[[DFlash2Drafter], DFlash2Drafter]:

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
 
-from metal_kernels import context_kv, linear_rows
+from metal_kernels import MAX_VERIFY_ROWS, context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.drafters.stages import Record, record_stages
 from mlx_spec.errors import PositionError
-from mlx_spec.target.linears import joined_linears
+from mlx_spec.target.graphs import Graph, Graphs
+from mlx_spec.target.linears import joined_linears, module_rows
 
 
 @dataclass
@@ -80,7 +82,8 @@ class BlockState:
 class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
-    The k_proj and v_proj weights of all layers are laid side by side once, where they are quantised alike.
+    The k_proj and v_proj weights of all layers are laid side by side, where they are quantised alike: a copy
+    beside those of the block forward.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -91,6 +94,7 @@ class ContextWriter:
         self.norms = mx.stack([a.k_norm.weight for a in attentions])
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope
+        self._graphs = Graphs()
 
     def write(self, states: Sequence[BlockState], record: Record | None = None) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
@@ -104,12 +108,14 @@ class ContextWriter:
         positions = [
             mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
         ]
+        ends = list(accumulate(rows.shape[0] for rows in features))
+        project: Graph = self.project if record is None else partial(self.project, record=record)
+        if record is None and ends[-1] <= MAX_VERIFY_ROWS:
+            project = self._graphs.of((), project)
         if len(due) == 1:
-            written = [self.project(features[0], positions[0], record)]
+            written = [project(features[0], positions[0])]
         else:
-            ends = list(accumulate(rows.shape[0] for rows in features))[:-1]
-            every = self.project(mx.concatenate(features), mx.concatenate(positions), record)
-            written = list(mx.split(every, ends))
+            written = list(mx.split(project(mx.concatenate(features), mx.concatenate(positions)), ends[:-1]))
         append_to([(state.context, at, rows) for state, at, rows in zip(due, starts, written, strict=True)])
         for state in due:
             state.waiting = []
@@ -129,8 +135,10 @@ class ContextWriter:
         positions: [n] int32.
         """
         count, layers = features.shape[0], len(self.model.layers)
-        fused = self.model.context(features, record)
+        fused = self.model.context(features)
         projected = linear_rows(fused, self.linears).reshape(count, layers, 2, -1)
         written = context_kv(projected, self.norms, positions, self.rope, eps=self.eps)
+        if record is not None:
+            record_stages(record, ctx_combined=module_rows(features, self.model.fc), ctx_normed=fused)
         record_stages(record, ctx_keys_values=written, ctx_positions=positions)
         return written
