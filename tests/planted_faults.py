@@ -450,7 +450,8 @@ def texts(model: str, kind: str) -> list[Text]:
     target, tokenizer, source = target_of(model)
     patient = Patient(target, None, KINDS[0], source, tokenizer)
     own = None if model == "demo" else [int(token) for text in TEXTS for token in tokenizer.encode(text)]
-    return texts_of(patient, range(target.num_layers + 1), own)[::2]
+    found = texts_of(patient, range(target.num_layers + 1), own)
+    return found[::2] if model == "demo" else found[:1]
 
 
 def stored(folder: Path) -> tuple[dict[str, Any], Tensors]:

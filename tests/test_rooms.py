@@ -12,20 +12,23 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench chat check extract_mtp probe quantize_drafter",
+        "mlx_spec": "__init__ bench bisect chat check extract_mtp probe quantize_drafter",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
     {
-        "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags generate_options "
-        "probe quantize_drafter",
+        "mlx_spec.cli": "bench bisect chat check command drafters extract_mtp generate generate_flags "
+        "generate_options probe quantize_drafter",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness random_models scripted store wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
-    {"mlx_spec.diagnose": "acceptance plot probe report rows stages text variants verdict watch"},
+    {
+        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
+        "verdict watch"
+    },
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
         "scheduler statistics verify",
@@ -63,6 +66,7 @@ APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.draft
 ROOT_FILES = {
     "__init__.py",
     "bench.py",
+    "bisect.py",
     "chat.py",
     "cache_folder.py",
     "check.py",

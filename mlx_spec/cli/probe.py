@@ -6,13 +6,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import mlx.core as mx
 from tqdm import tqdm
 
 from metal_kernels.launching.implementations import using
 from mlx_spec.cli.command import run_command, status_of
+from mlx_spec.diagnose.dump import stages_here, write_dump
 from mlx_spec.diagnose.plot import check_plots, save_plot
 from mlx_spec.diagnose.probe import Patient, Probe, probe
 from mlx_spec.diagnose.report import as_json, as_text
+from mlx_spec.diagnose.variants import TEXT
 from mlx_spec.diagnose.verdict import Status, verdict_of
 from mlx_spec.drafters.kind import BITS
 from mlx_spec.errors import RequestError
@@ -51,6 +54,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--draft-bits", type=int, choices=BITS, help="quantise an MTP or EAGLE head to so many bits, 16 for none")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code that comes with the model")
     add("--json", action="store_true", help="print one JSON object with all figures")
+    add("--dump", type=Path, metavar="FILE", help="keep the stages of one pass, for bisect --against elsewhere")
     add(
         "--plot",
         type=Path,
@@ -72,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         check_plots()
     pair = load_pair(args.model, args.drafter, args.draft_bits, args.trust_remote_code, sys.stderr.isatty())
     tokens = None if args.text is None else read_tokens(args.text, pair)
+    if args.dump is not None:
+        dump(args.dump, pair)
     found, stopped = Probe(), None
     try:
         with tqdm(desc="probing", leave=False, disable=None, bar_format="{desc} {bar} {n_fmt}/{total_fmt}") as bar:
@@ -101,6 +107,18 @@ def advance(bar: "tqdm[None]", what: str) -> None:
         bar.total = PARTS + int(count)
     bar.set_description(f"probing: {name}", refresh=False)
     bar.update()
+
+
+def dump(path: Path, pair: Pair) -> None:
+    """Write the stages of one pass to a file."""
+    with using(pair.kernels):
+        tokens = list(pair.tokenizer.encode(TEXT))
+        write_dump(stages_here(pair.target, pair.found.drafter, tokens, device_name()), path)
+
+
+def device_name() -> str:
+    """Return what this machine computes on."""
+    return str(mx.device_info().get("device_name", mx.default_device()))
 
 
 def patient_of(pair: Pair) -> Patient:

@@ -136,7 +136,7 @@ def passes(
     watch: Callable[[np.ndarray], Record] | None,
 ) -> Iterator[tuple[list[int], list[Draft]]]:
     """Yield the anchors of each pass and their drafts, computed."""
-    anchors = [p for p in text.anchors(depth)[::stride] if p > alignment.capped]
+    anchors = list(text.anchors(depth)[::stride])
     state, done, tokens = drafter.open(), 0, [int(token) for token in np.array(text.tokens)]
     try:
         for begin in range(0, len(anchors), TOGETHER):

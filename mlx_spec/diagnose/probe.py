@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_spec.diagnose.acceptance import OWN, Alignment, Hits, measure
 from mlx_spec.diagnose.stages import ROWS, Departure, StageNumbers, departures, observed
-from mlx_spec.diagnose.text import LEAST_POSITIONS, Text, own_replies, parts_of, read_text
+from mlx_spec.diagnose.text import FIRST, LEAST_POSITIONS, Text, own_replies, parts_of, read_text
 from mlx_spec.diagnose.variants import SAMPLED, Contract, Found, Search, contracts_of, layer_ids_of
 from mlx_spec.diagnose.watch import Watch
 from mlx_spec.drafters.base import Drafter
@@ -104,7 +104,7 @@ class Probe:
     sampled: of the anchors that contracts and alignments were measured with, as declared.
     contracts: others than the declared one, the clearly better first.
     alignments: by name.
-    elsewhere: with hidden states of other rows, of the same anchors as ``alignments``.
+    elsewhere: first drafts with hidden states of other rows.
     contexts: by what was before the anchors.
     stages: over all passes.
     departures: of the stages of one pass from their formulas.
@@ -167,7 +167,7 @@ def probe(patient: Patient, into: Probe, text: Sequence[int] | None = None, say:
     stride = max(1, sum(len(each.anchors(depth)) for each in into.texts) // SAMPLED)
     for name, alignment in ALIGNMENTS.items():
         into.alignments[name] = measure(drafter, into.texts, depth, stride, alignment)
-    into.elsewhere = measure(drafter, into.texts, depth, stride, Alignment(shift=ELSEWHERE))
+    into.elsewhere = measure(drafter, into.texts, 1, alignment=Alignment(shift=ELSEWHERE))
     say("contexts")
     into.contexts = in_contexts(patient, into.texts, depth, stride)
     contracts = contracts_of(variants)
@@ -223,6 +223,9 @@ def speeds_of(costs: Costs, accepted: Sequence[float]) -> list[Speed]:
 def departures_of(patient: Patient, texts: Sequence[Text], begin: int = 0) -> list[Departure]:
     """Return how far the stages of a pass over part of a text are from their formulas, the first text's."""
     drafter, steps = patient.drafter, min(STEPS_OF_STAGES, patient.drafter.max_draft)
+    if drafter.is_quantized and not any(name.endswith(".scales") for name in patient.source.tensors):
+        # It was quantised at load, so its weights are not the checkpoint's.
+        return []
     text = max(texts, key=lambda each: each.tokens.size, default=None)
     rows = 0 if text is None else min(ROWS, text.tokens.size - steps - 1)
     if text is None or rows < 2:
@@ -260,7 +263,10 @@ def in_contexts(patient: Patient, texts: Sequence[Text], depth: int, stride: int
     found = {}
     for name, (begin, end) in bounds.items():
         part = replace(
-            long, start=begin, tokens=long.tokens[: min(end, size)], choices=long.choices[: min(end, size)]
+            long,
+            start=max(begin, FIRST),
+            tokens=long.tokens[: min(end, size)],
+            choices=long.choices[: min(end, size)],
         )
         if part.tokens.size - begin > depth + 1:
             found[name] = measure(drafter, [part], depth, every)

@@ -30,6 +30,8 @@ PROMPTS = {
     ),
 }
 LEAST_POSITIONS = 16
+# The first anchor: two rows are committed before it, so that one can be withheld.
+FIRST = 2
 CHUNK = 512
 
 
@@ -84,7 +86,7 @@ def read_text(target: Target, kind: str, tokens: Sequence[int], start: int, laye
     return Text(
         kind,
         mx.array(list(tokens), dtype=mx.int32),
-        max(start, 1),
+        max(start, FIRST),
         dict(zip(layer_ids, states, strict=True)),
         mx.concatenate(choices),
     )

@@ -147,6 +147,7 @@ class Drafter(Protocol):
     target_layer_ids: the target layers whose outputs it reads, see Target.
     max_draft: the most tokens of a draft.
     draft_ids: the tokens [N] that its draft logits are of; None for all, in order.
+    is_quantized: whether its linear maps are.
     """
 
     name: str
@@ -156,6 +157,9 @@ class Drafter(Protocol):
 
     @property
     def draft_ids(self) -> mx.array | None: ...
+
+    @property
+    def is_quantized(self) -> bool: ...
 
     def open(self, position: int = 0) -> Any:
         """Return the state of a sequence whose rows are committed to the drafter from ``position`` on.

@@ -164,6 +164,11 @@ class ChainDrafter:
         """The tokens [N] int32 that draft logits are of; None for all, in order."""
         return self.head.ids
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        return self.forward.attention.output.quantization is not None
+
     def open(self, position: int = 0) -> ChainState:
         """Return the state of a sequence whose rows begin at ``position``."""
         return ChainState(ContextKV(self.pool, self.forward.attention.window, position), *self._nothing, position)

@@ -64,7 +64,8 @@ class DrafterOptions:
 
     def refuse_for(self, name: str) -> None:
         """Raise RequestError where an option is set that only heads have."""
-        for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", self.draft_bits)):
+        bits = None if self.draft_bits == max(BITS) else self.draft_bits
+        for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", bits)):
             if value is not None:
                 raise RequestError(f"{option} is for MTP and EAGLE heads; {name} is used as it is.")
 

@@ -82,6 +82,11 @@ class DFlash2Drafter:
         """The tokens [N] that draft logits are of; None for all, in order."""
         return self._ids
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        return self.forward.layers[0].attention.output.quantization is not None
+
     def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""
         return BlockState(ContextKV(self.pool, self.config.context_window, position))
@@ -177,7 +182,9 @@ class DFlash2Drafter:
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
         candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
-        record_stages(record, hidden=hidden, logits=logits, hidden_projection=candidates.gates)
+        record_stages(record, hidden=hidden, logits=logits)
+        if selector is not None:
+            record_stages(record, hidden_projection=candidates.gates)
         # Of several sequences each has its own flags.
         of_logits = are_finite[None] if len(rules) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}

@@ -50,7 +50,7 @@ def formulas(source: DrafterSource, drafter: ChainDrafter, target: Target, steps
         attention.rope,
         attention.head_dim,
         False,
-        attention.window,
+        config.window,
         enters,
         spec.norm_output,
         last,

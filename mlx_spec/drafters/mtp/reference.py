@@ -38,7 +38,7 @@ def formulas(source: DrafterSource, drafter: ChainDrafter, target: Target, steps
         attention.rope,
         attention.head_dim,
         attention.gated,
-        attention.window,
+        None,
         enters,
         spec.recycles_normed,
     )
