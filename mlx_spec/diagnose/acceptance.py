@@ -13,6 +13,8 @@ from mlx_spec.drafters.stages import Record
 
 # Anchors whose drafts are made in one pass.
 TOGETHER = 32
+# Above every score.
+LARGEST = 3e38
 # By how much another way of drafting must be better: standard errors of the difference, and share of the drafts.
 STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.02
 
@@ -160,7 +162,7 @@ def passes(
                     drafts = drafter.propose(requests)
                 else:
                     drafts = drafter.observe(requests, watch(expected(text, chosen, depth)))
-                mx.eval([(draft.tokens, draft.candidates, draft.ranks) for draft in drafts])
+                mx.eval([(draft.tokens, draft.candidates, draft.probabilities) for draft in drafts])
             finally:
                 for fork in forks:
                     fork.free()
@@ -184,7 +186,10 @@ def aligned(drafter: Drafter, state: Any, alignment: Alignment, anchor: int) -> 
 
 @dataclass(frozen=True)
 class Forced:
-    """A rule that draws given tokens, come what may, and keeps the scores of the candidates."""
+    """A rule that draws given tokens, and keeps the scores of the candidates as what they were drawn from.
+
+    A block goes on with the best candidate where the token is not among them, a chain with the token.
+    """
 
     tokens: tuple[int, ...]
     way: str = "forced"
@@ -194,10 +199,19 @@ class Forced:
         chosen = [*self.tokens, *[0] * count][:count]
         return mx.array(chosen, dtype=mx.int32)[:, None]
 
-    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
-        """Draw the token of this position."""
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Return the scores, but of the token of each position, if it is among the candidates, what is larger."""
         assert noise is not None
-        return Drawn(noise[0], scores)
+        return mx.where(ids == noise, LARGEST, scores.astype(mx.float32))
+
+    def probabilities(self, scores: mx.array) -> mx.array:
+        """Keep the scores in the place of what would be drawn from."""
+        return scores.astype(mx.float32)
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw the token of this position, also where it is none of the candidates."""
+        assert noise is not None
+        return Drawn(noise[0], self.ranks(ids, scores, noise), self.probabilities(scores))
 
 
 def request(state: Any, tokens: Sequence[int]) -> DraftRequest:
@@ -215,7 +229,7 @@ def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth:
     """Compare drafts with the target's choices, see Hits."""
     truth = expected(text, anchors, depth)
     ids = np.stack([np.array(draft.candidates) for draft in drafts])
-    scores = np.stack([np.array(draft.ranks.astype(mx.float32)) for draft in drafts if draft.ranks is not None])
+    scores = np.stack([np.array(draft.probabilities) for draft in drafts])
     drafted = np.take_along_axis(ids, scores.argmax(axis=-1)[..., None], axis=-1)[..., 0]
     among = ids == truth[..., None]
     own = np.take_along_axis(scores, among.argmax(axis=-1)[..., None], axis=-1)

@@ -53,7 +53,7 @@ def fingerprint(target: Target, drafter: Drafter) -> str:
     try:
         drafter.extend([(state, Committed(0, mx.array([0, 1]), ones))])
         (draft,) = drafter.propose([request(state, [0, 0])])
-        parts = [draft.candidates, *([] if draft.ranks is None else [draft.ranks])]
+        parts = [draft.candidates, *([] if draft.probabilities is None else [draft.probabilities])]
         return " ".join(str(mx.sum(part.astype(mx.float32)).item()) for part in parts)
     finally:
         state.free()
