@@ -451,7 +451,7 @@ def texts(model: str, kind: str) -> list[Text]:
     patient = Patient(target, None, KINDS[0], source, tokenizer)
     own = None if model == "demo" else [int(token) for text in TEXTS for token in tokenizer.encode(text)]
     found = texts_of(patient, range(target.num_layers + 1), own)
-    return found[::2] if model == "demo" else found[:1]
+    return found[::2]
 
 
 def stored(folder: Path) -> tuple[dict[str, Any], Tensors]:

@@ -16,7 +16,7 @@ TOGETHER = 32
 # Above every score.
 LARGEST = 3e38
 # By how much another way of drafting must be better: standard errors of the difference, and share of the drafts.
-STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.02
+STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.01
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,10 @@ def stages(probe: Probe) -> str:
             f"at most {most.units:.1f} units of rounding ({most.stage})"
         )
         lines += [f"  {each.stage}: {each.units:.3g} units" for each in departing[:SHOWN]]
+    else:
+        lines.append(
+            "not compared with formulas, because the head was quantised at load: see bisect --only stages"
+        )
     return "\n".join(lines)
 
 

@@ -91,18 +91,16 @@ def off_by_one(probe: Probe) -> Verdict | None:
     if probe.hits is None or len(probe.hits.right) < LEAST_ANCHORS:
         return None
     right = probe.hits.right[:, 0].mean()
-    for side, hits, cause in (
-        (
-            "after",
-            probe.hits.late,
-            "drafts are one position late: its first row predicts the token after the anchor",
-        ),
-        ("before", probe.hits.early, "drafts are one position early: they repeat the token before"),
+    late = "drafts are one position late: its first row predicts the token after the anchor"
+    early = "drafts are one position early: they repeat the token before"
+    for side, hits, cause, fix in (
+        ("after", probe.hits.late, late, "draft from the anchor's own row on"),
+        ("before", probe.hits.early, early, "draft from the row after the anchor's on"),
     ):
         share = hits[:, 0].mean()
         if share > max(OFF_BY_ONE, 2 * right):
             evidence = f"{share:.0%} of first drafts are right for the position {side}, {right:.0%} for their own"
-            return Verdict("broken port", cause, evidence, ("anchor-first: draft from the anchor's own row on",))
+            return Verdict("broken port", cause, evidence, (fix,))
     return None
 
 
@@ -171,9 +169,9 @@ LOOKS: tuple[Callable[[Probe], Verdict | None], ...] = (
     not_finite,
     all_zero,
     departs,
-    off_by_one,
     other_contract,
     other_alignment,
+    off_by_one,
     walk_harms,
     reads_nothing,
 )

@@ -5,7 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_spec.drafters.chain import ChainDrafter
+from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.variants import Variant, other_ropes, plain, with_rope
 from mlx_spec.target import Target
 from mlx_spec.target.families import Dense
@@ -37,10 +40,26 @@ def shared_variants(drafter: ChainDrafter, target: Target, shift: Callable[..., 
     if isinstance(getattr(drafter.forward, "feed_forward", None), Dense):
         fix = "exchange mlp.gate_proj.weight and mlp.up_proj.weight"
         found.append(Variant("gate and up exchanged", "feed-forward", fix, head_change(gate_up_exchanged)))
-    if drafter.embed is not target.embed and drafter.embed != target.embed:
+    if drafter.forward.width == target.hidden_size:
+        fix = "leave lm_head.weight out: it is not the one that the head was trained with"
+        change = partial(with_target_head, target=target)
+        found.append(Variant("the target's output head", "output head", fix, change))
+    if drafter.embed != target.embed:
         fix = "leave embed_tokens.weight out: it is not the one that the head was trained with"
         found.append(Variant("the target's embedding", "embedding", fix, lambda d: d.changed(embed=target.embed)))
     return found
+
+
+def with_ids(drafter: ChainDrafter, ids: mx.array) -> ChainDrafter:
+    """Return a drafter whose draft tokens are others: [N] int32."""
+    return drafter.changed(head=replace(drafter.head, ids=ids))
+
+
+def with_target_head(drafter: ChainDrafter, target: Target) -> ChainDrafter:
+    """Return a drafter that scores its draft tokens by the target's output head."""
+    ids = drafter.head.ids
+    scores = target.logits if ids is None else target.head_for(ids)
+    return drafter.changed(head=DraftHead(scores, target.vocab_size if ids is None else ids.size, ids))
 
 
 def roped(forward: Any, module: Any) -> Any:

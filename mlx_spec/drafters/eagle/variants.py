@@ -6,8 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.chain_variants import attention_shifted, head_change, shared_variants
-from mlx_spec.drafters.draft_head import DraftHead
+from mlx_spec.drafters.chain_variants import attention_shifted, head_change, shared_variants, with_ids
 from mlx_spec.drafters.eagle.head import EagleForward
 from mlx_spec.drafters.variants import Variant, halves_swapped, shifted, with_inputs
 from mlx_spec.target import Target
@@ -24,7 +23,7 @@ def variants(drafter: ChainDrafter, target: Target) -> list[Variant]:
         *other_states(drafter.target_layer_ids, target.num_layers),
         *other_norms(forward),
         *other_orders(forward),
-        *other_heads(drafter, target),
+        *other_vocabulary(drafter),
     ]
     return own + shared_variants(drafter, target, with_norms_shifted)
 
@@ -94,30 +93,15 @@ def order_swapped(forward: EagleForward) -> EagleForward:
     return replace(forward, fc=with_inputs(forward.fc, order))
 
 
-def other_heads(drafter: ChainDrafter, target: Target) -> list[Variant]:
-    """Return the head with its draft vocabulary read otherwise, or with the target's output head."""
-    found, forward, head = [], drafter.forward, drafter.head
+def other_vocabulary(drafter: ChainDrafter) -> list[Variant]:
+    """Return the head with what the checkpoint holds as offsets read as the tokens themselves."""
+    forward, head = drafter.forward, drafter.head
     assert isinstance(forward, EagleForward)
-    if forward.spec.fused and head.ids is not None:
-        ids, name = head.ids - mx.arange(head.size), "d2t read as ids of the target"
-        fix = "d2t holds ids: take 0, 1, 2, ... from them"
-        found.append(Variant(name, "vocabulary", fix, partial(with_ids, ids=ids), at_load=True))
-    if forward.width == target.hidden_size:
-        scores = target.logits if head.ids is None else target.head_for(head.ids)
-        other = DraftHead(scores, target.vocab_size if head.ids is None else head.size, head.ids)
-        fix = "leave lm_head.weight out: it is not the one that the head was trained with"
-        found.append(Variant("the target's output head", "output head", fix, partial(with_head, head=other)))
-    return found
-
-
-def with_ids(drafter: ChainDrafter, ids: mx.array) -> ChainDrafter:
-    """Return a drafter whose draft tokens [N] are others."""
-    return drafter.changed(head=replace(drafter.head, ids=ids))
-
-
-def with_head(drafter: ChainDrafter, head: DraftHead) -> ChainDrafter:
-    """Return a drafter with another output head."""
-    return drafter.changed(head=head)
+    if not forward.spec.fused or head.ids is None:
+        return []
+    ids, fix = head.ids - mx.arange(head.size), "d2t holds ids: take 0, 1, 2, ... from them"
+    change = partial(with_ids, ids=ids)
+    return [Variant("d2t read as ids of the target", "vocabulary", fix, change, at_load=True)]
 
 
 def with_norms_shifted(forward: EagleForward, by: float) -> EagleForward:

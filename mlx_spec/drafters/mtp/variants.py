@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+
+import mlx.core as mx
 
 from mlx_spec.drafters.chain import ChainDrafter
-from mlx_spec.drafters.chain_variants import attention_shifted, head_change, shared_variants
+from mlx_spec.drafters.chain_variants import attention_shifted, head_change, shared_variants, with_ids
 from mlx_spec.drafters.mtp.head import MTPForward
 from mlx_spec.drafters.mtp.spec import MTPSpec
 from mlx_spec.drafters.variants import Variant, shifted
@@ -47,6 +50,11 @@ def variants(drafter: ChainDrafter, target: Target) -> list[Variant]:
             head_change(lambda f: replace(f, norm_embedding=f.norm_hidden, norm_hidden=f.norm_embedding)),
         ),
     ]
+    ids = drafter.head.ids
+    if ids is not None:
+        offset = mx.clip(ids + mx.arange(ids.size), 0, target.vocab_size - 1)
+        fix = "d2t holds offsets: add 0, 1, 2, ... to them"
+        found.append(Variant("d2t read as offsets", "vocabulary", fix, partial(with_ids, ids=offset)))
     if layers > 1:
         found.append(
             Variant(
