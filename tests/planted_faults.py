@@ -249,6 +249,18 @@ def scaled_attention(drafter: Any) -> None:
         drafter.forward = replace(drafter.forward, attention=replace(drafter.forward.attention, scale=1.0))
 
 
+def other_embeddings(drafter: Any) -> None:
+    """Let the embeddings be those of another target: noise of a third of their size is added."""
+    embed = drafter.embed
+
+    def other(ids: mx.array) -> mx.array:
+        x = embed(ids)
+        noise = mx.sin(ids[:, None] * (1.0 + mx.arange(x.shape[-1])) * 0.37)
+        return (x + 0.5 * noise * mx.sqrt(mx.mean(mx.square(x)))).astype(x.dtype)
+
+    drafter.embed = other
+
+
 LOWER, HIGHER = ("one layer lower",), ("one layer higher",)
 FAULTS = [
     Fault(
@@ -437,6 +449,52 @@ FAULTS = [
     Fault("embedding and hidden state swapped", "tiny eagle 1", (("swapped",),), weights(halves, "fc.weight")),
 ]
 
+# Planted after the doctor was finished, to see what it makes of faults that it was not made for.
+FURTHER = [
+    Fault(
+        "keys and values exchanged", "tiny mtp", (("k_proj", "keys"),), exchanged("k_proj.weight", "v_proj.weight")
+    ),
+    Fault("output projection transposed", "tiny mtp", (("o_proj",),), weights(lambda x: x.T, "o_proj.weight")),
+    Fault("a rotary base of 10,000,000", "tiny mtp", (("rope_theta 10000",),), rope("rope_theta", 1e7)),
+    Fault(
+        "input norm and final norm exchanged",
+        "tiny mtp",
+        (("norm",),),
+        exchanged("mtp.norm.weight", "mtp.layers.0.input_layernorm.weight"),
+    ),
+    Fault(
+        "norm of hidden states left out",
+        "tiny mtp",
+        (("norm",),),
+        weights(lambda x: mx.zeros_like(x), "pre_fc_norm_hidden.weight"),
+    ),
+    Fault(
+        "up projection rolled by one row",
+        "tiny mtp",
+        (("up",),),
+        weights(lambda x: mx.roll(x, 1, axis=0), "up_proj.weight"),
+    ),
+    Fault(
+        "query heads in another order",
+        "tiny mtp",
+        (("q_proj", "heads"),),
+        weights(lambda x: mx.roll(x, 32, axis=0), "q_proj.weight"),
+    ),
+    Fault("bias of fc left out", "tiny eagle 1", (("bias",),), weights(lambda x: mx.zeros_like(x), "fc.bias")),
+    Fault(
+        "inputs of fc rolled by one layer",
+        "tiny eagle 3",
+        (("order",),),
+        weights(lambda x: mx.roll(x, x.shape[-1] // 3, axis=-1), "fc.weight"),
+    ),
+    Fault(
+        "embeddings of another revision",
+        "tiny eagle 3",
+        (("another revision", "embedding"),),
+        wrap=lambda d: other_embeddings(d),
+    ),
+]
+
 
 @cache
 def target_of(model: str) -> tuple[Any, Any, DrafterSource]:
@@ -504,7 +562,7 @@ def main() -> None:
     """Print the table."""
     chosen = [
         fault
-        for fault in FAULTS
+        for fault in FAULTS + FURTHER
         if not sys.argv[1:] or any(word in f"{fault.of}: {fault.name}" for word in sys.argv[1:])
     ]
     print("| drafter | planted | verdict | named |\n|---|---|---|---|", flush=True)
