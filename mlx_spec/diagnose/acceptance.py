@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.diagnose.text import Text
-from mlx_spec.drafters.base import Draft, Drafter, DraftRequest, Drawn
+from mlx_spec.drafters.base import Draft, DraftRequest, Drawn, ObservedDrafter
 from mlx_spec.drafters.stages import Record
 
 # Anchors whose drafts are made in one pass.
@@ -102,7 +102,7 @@ def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS) -> bool:
 
 
 def measure(
-    drafter: Drafter,
+    drafter: ObservedDrafter,
     texts: Sequence[Text],
     depth: int,
     stride: int = 1,
@@ -130,7 +130,7 @@ def measure(
 
 
 def passes(
-    drafter: Drafter,
+    drafter: ObservedDrafter,
     text: Text,
     depth: int,
     stride: int,
@@ -171,7 +171,7 @@ def passes(
         state.free()
 
 
-def aligned(drafter: Drafter, state: Any, alignment: Alignment, anchor: int) -> Any:
+def aligned(drafter: ObservedDrafter, state: Any, alignment: Alignment, anchor: int) -> Any:
     """Return a fork of a state, its newest rows moved."""
     fork, moved = state.fork(), alignment.moved + alignment.capped
     if not moved:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from mlx_spec.diagnose.stages import ROWS, UNIT_ROUNDOFF, Departure, departures, observed
 from mlx_spec.diagnose.text import read_text
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.reference import Array, Formula
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
@@ -32,7 +32,7 @@ class Dump:
     stages: Mapping[str, Array]
 
 
-def stages_here(target: Target, drafter: Drafter, tokens: Sequence[int], device: str) -> Dump:
+def stages_here(target: Target, drafter: ObservedDrafter, tokens: Sequence[int], device: str) -> Dump:
     """Run the pass."""
     layer_ids = drafter.target_layer_ids
     steps = min(STEPS, drafter.max_draft)

@@ -12,7 +12,7 @@ from mlx_spec.diagnose.stages import ROWS, Departure, StageNumbers, departures, 
 from mlx_spec.diagnose.text import FIRST, LEAST_POSITIONS, Text, own_replies, parts_of, read_text
 from mlx_spec.diagnose.variants import SAMPLED, Contract, Found, Search, contracts_of, layer_ids_of
 from mlx_spec.diagnose.watch import Watch
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.kind import DrafterSource, Kind
 from mlx_spec.engine.costs import Costs
 from mlx_spec.target import Target
@@ -273,7 +273,7 @@ def in_contexts(patient: Patient, texts: Sequence[Text], depth: int, stride: int
     return found
 
 
-def window_of(drafter: Drafter) -> int | None:
+def window_of(drafter: ObservedDrafter) -> int | None:
     """Return how many positions a drafter's contexts hold; None for all."""
     state = drafter.open()
     try:

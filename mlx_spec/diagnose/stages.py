@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_spec.diagnose.acceptance import request
 from mlx_spec.diagnose.text import Text
-from mlx_spec.drafters.base import Committed, Drafter
+from mlx_spec.drafters.base import Committed, ObservedDrafter
 from mlx_spec.drafters.reference import Array, Formula
 
 # Rows of context: so few that they wait, and are part of the pass.
@@ -60,7 +60,9 @@ class Departure:
         return not self.units < DEPARTS
 
 
-def observed(drafter: Drafter, text: Text, steps: int, begin: int = 0, rows: int = ROWS) -> dict[str, Array]:
+def observed(
+    drafter: ObservedDrafter, text: Text, steps: int, begin: int = 0, rows: int = ROWS
+) -> dict[str, Array]:
     """Return all stages of a draft pass over part of a text, by name in the order of computing, in float64.
 
     steps: tokens to draft, which are the text's.

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_spec.diagnose.acceptance import STANDARD_ERRORS, Alignment, Hits, is_better, measure
 from mlx_spec.diagnose.text import Text, read_text
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.variants import Variant
 from mlx_spec.target import Target
 
@@ -118,7 +118,7 @@ def contracts_of(variants: Iterable[Variant], rows: bool = True) -> list[Contrac
     return [*(Contract((variant,)) for variant in variants), *(Contract((), by) for by in ROWS if rows)]
 
 
-def layer_ids_of(drafter: Drafter, variants: Iterable[Variant]) -> tuple[int, ...]:
+def layer_ids_of(drafter: ObservedDrafter, variants: Iterable[Variant]) -> tuple[int, ...]:
     """Return all target layers that a drafter reads under its own contract or another."""
     every = [
         drafter,
@@ -139,7 +139,7 @@ class Search:
     on_measured: gets the name of each contract that was measured.
     """
 
-    drafter: Drafter
+    drafter: ObservedDrafter
     texts: Sequence[Text]
     depth: int
     on_measured: Callable[[str], None] = lambda name: None
@@ -210,7 +210,7 @@ def better_contract(found: Sequence[Found]) -> Found | None:
 
 
 def measure_at_load(
-    target: Target, drafter: Drafter, variants: Sequence[Variant], tokens: Sequence[int]
+    target: Target, drafter: ObservedDrafter, variants: Sequence[Variant], tokens: Sequence[int]
 ) -> tuple[Hits, list[Found]]:
     """Measure a drafter on a text as ``load`` does: as declared, and under the variants that ``load`` measures.
 

@@ -13,7 +13,7 @@ from mlx_spec.drafters.stages import Record
 class Watch:
     """Sums over passes.
 
-    draft_ids: the tokens that draft logits are of, see Drafter.
+    draft_ids: the tokens that draft logits are of, see ObservedDrafter.
     ranks, entropies: [N, depth] of each pass: how many tokens have larger logits than the right one, which is the
         number of all tokens where the drafter cannot draft it; and the entropy of the draft distribution in nats.
     """

@@ -214,13 +214,6 @@ class DrafterState(Protocol):
         """Free what it holds; the state is not used afterwards."""
         ...
 
-    def moved(self, by: int) -> "DrafterState":
-        """Return a copy whose rows to come have positions that are larger by ``by``, to diagnose with.
-
-        Rows that wait, as those since the last draft may, are rows to come.
-        """
-        ...
-
 
 @runtime_checkable
 class DraftsAhead(Protocol):
@@ -243,20 +236,12 @@ class Drafter(Protocol):
     pool: the pages of its states.
     target_layer_ids: the target layers whose outputs it reads, see Target.
     max_draft: the most tokens of a draft.
-    draft_ids: the tokens [N] that its draft logits are of; None for all, in order.
-    is_quantized: whether its linear maps are.
     """
 
     name: str
     pool: PagePool
     target_layer_ids: tuple[int, ...]
     max_draft: int
-
-    @property
-    def draft_ids(self) -> mx.array | None: ...
-
-    @property
-    def is_quantized(self) -> bool: ...
 
     def open(self, position: int = 0) -> Any:
         """Return the state of a sequence whose rows are committed to the drafter from ``position`` on.
@@ -282,18 +267,36 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
-        """Do what ``propose`` does, and hand every stage of the pass to ``record``, in the order of computing.
-
-        Nothing is compiled or fused that would hide a stage. Rows of several sequences lie side by side.
-        """
-        ...
-
     def rewind(self, state: Any, position: int) -> int:
         """Forget rows from ``position`` on, and return the position where the next committed rows must begin.
 
         That is ``position``, or an earlier one: the target has to run the rows in between again, because the
         drafter needs their hidden states. A position after the state's last row changes nothing.
         Raises PositionError, with nothing changed, where what the drafter needs before that is lost.
+        """
+        ...
+
+
+class ObservedDrafter(Drafter, Protocol):
+    """A drafter that can be diagnosed.
+
+    Its states have ``moved(by)``: a copy whose rows to come, those that wait included, have positions that are
+    larger by ``by``.
+    """
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] that its draft logits are of; None for all, in order."""
+        ...
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        ...
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and hand every stage of the pass to ``record``, in the order of computing.
+
+        Nothing is compiled or fused that would hide a stage. Rows of several sequences lie side by side.
         """
         ...

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.checkpoints.tensors import tensor_names, weight_files
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.reference import Formula
 from mlx_spec.drafters.variants import Variant
 from mlx_spec.errors import RequestError
@@ -93,7 +93,7 @@ class Kind:
     trainer: str
     claims: Callable[[Mapping[str, Any], Collection[str]], bool]
     matches: Callable[[DrafterSource, int], bool]
-    load: Callable[[DrafterSource, Target, DrafterOptions], Drafter]
+    load: Callable[[DrafterSource, Target, DrafterOptions], ObservedDrafter]
     variants: Callable[[Any, Target], list[Variant]]
     formulas: Callable[[DrafterSource, Any, Target, int, int], list[Formula]]
     indexed_files: Callable[[Mapping[str, Any], Mapping[str, str], str], list[str]] | None = None

@@ -20,7 +20,7 @@ HELD = 16
 class Formula:
     """How a stage follows from others.
 
-    stage: its name, see ``Drafter.observe``.
+    stage: its name, see ``ObservedDrafter.observe``.
     inputs: names of the stages that it is computed from.
     compute: the formula, from the inputs in float64.
     """

@@ -11,7 +11,7 @@ from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import DEMO, DRAFTER_FILES, expanded, fetch, is_repo, resolve, with_weights
 from mlx_spec.checkpoints.tensors import INDEX, read_index, tensor_names
 from mlx_spec.demo import DRAFTERS
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.dflash2.kind import KIND as DFLASH2
 from mlx_spec.drafters.eagle.kind import KIND as EAGLE
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class LoadedDrafter:
     """A drafter that is bound to its target, what it is, where it is from, and whether it is one of the demo's."""
 
-    drafter: Drafter
+    drafter: ObservedDrafter
     kind: Kind
     source: DrafterSource
     is_shipped: bool

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from mlx_spec.diagnose.acceptance import request
 from mlx_spec.diagnose.variants import TEXT, better_at_load, measure_at_load
-from mlx_spec.drafters.base import Committed, Drafter
+from mlx_spec.drafters.base import Committed, ObservedDrafter
 from mlx_spec.drafters.variants import Variant
 from mlx_spec.errors import ModelWarning
 from mlx_spec.measure import store
@@ -18,7 +18,7 @@ from mlx_spec.target import Target
 
 def check_wiring(
     target: Target,
-    drafter: Drafter,
+    drafter: ObservedDrafter,
     variants: Sequence[Variant],
     tokenizer: Any,
     name: str,
@@ -46,7 +46,7 @@ def check_wiring(
         warnings.warn(entry["better"], ModelWarning, stacklevel=3)
 
 
-def fingerprint(target: Target, drafter: Drafter) -> str:
+def fingerprint(target: Target, drafter: ObservedDrafter) -> str:
     """Return what a drafter drafts after a row of ones, so that another one in the same folder has another key."""
     ones = mx.ones((2, len(drafter.target_layer_ids) * target.hidden_size), dtype=target.dtype)
     state = drafter.open()
