@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_kernels import Linear
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.variants import Variant, other_ropes, plain, with_rope
@@ -37,7 +38,12 @@ def shared_variants(drafter: ChainDrafter, target: Target, shift: Callable[..., 
     ]
     for (name, point, fix), module in other_ropes(drafter.forward.attention.rope, target).items():
         found.append(Variant(name, point, f"config.json: {fix}", head_change(partial(roped, module=module))))
+    # A sublayer that was trained never makes drafts worse.
+    fix = "compare q_proj, k_proj, v_proj and o_proj with the original: what they compute makes drafts worse"
+    found.append(Variant("its attention left out", "attention", fix, head_change(without_attention)))
     if isinstance(getattr(drafter.forward, "feed_forward", None), Dense):
+        fix = "compare gate_proj, up_proj and down_proj with the original: what they compute makes drafts worse"
+        found.append(Variant("its feed-forward left out", "feed-forward", fix, head_change(without_feed_forward)))
         fix = "exchange mlp.gate_proj.weight and mlp.up_proj.weight"
         found.append(Variant("gate and up exchanged", "feed-forward", fix, head_change(gate_up_exchanged)))
     if drafter.forward.width == target.hidden_size:
@@ -79,6 +85,23 @@ def gate_up_exchanged(forward: Any) -> Any:
         for part in (slice(half, None), slice(half))
     ]
     return replace(forward, feed_forward=Dense(tuple(parts), dense.down))
+
+
+def without_attention(forward: Any) -> Any:
+    """Return a head's forward whose attention adds nothing."""
+    return replace(forward, attention=replace(forward.attention, output=silent(forward.attention.output)))
+
+
+def without_feed_forward(forward: Any) -> Any:
+    """Return a head's forward whose feed-forward adds nothing."""
+    dense: Dense = forward.feed_forward
+    return replace(forward, feed_forward=Dense(dense.gate_up, silent(dense.down)))
+
+
+def silent(linear: Linear) -> Linear:
+    """Return a linear map whose outputs are zero."""
+    own = plain(linear)
+    return Linear(mx.zeros_like(own.weight))
 
 
 def attention_shifted(attention: Attention, by: float) -> Attention:
