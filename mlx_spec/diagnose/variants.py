@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_spec.diagnose.acceptance import STANDARD_ERRORS, Alignment, Hits, is_better, measure
+from mlx_spec.diagnose.acceptance import STANDARD_ERRORS, Alignment, Hits, is_better, is_gain, measure
 from mlx_spec.diagnose.text import Text, read_text
 from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.variants import Variant
@@ -110,7 +110,7 @@ class Found:
     @property
     def is_promising(self) -> bool:
         """Whether more anchors may show that it is better."""
-        return is_better(self.hits, self.other, errors=PROMISING)
+        return is_gain(self.hits.scores - self.other.scores, errors=PROMISING)
 
 
 def contracts_of(variants: Iterable[Variant], rows: bool = True) -> list[Contract]:
