@@ -16,8 +16,8 @@ LEAST_ANCHORS = 48
 WEAK, WEAK_ON_KIND = 0.5, 0.35
 # Share of drafts that are the choice of the next position, from which on rows are off by one.
 OFF_BY_ONE = 0.15
-# Standard errors by which a row's hidden states help more than others'; more positions than a text has.
-SIGNAL, POSITIONS = 1.5, 1 << 24
+# By how much a row's hidden states help more than others': standard errors, and score. More positions than texts have.
+SIGNAL, LEAST_SIGNAL, POSITIONS = 1.5, 0.02, 1 << 24
 # Share of the acceptance of a short context below which a long one is too long.
 FALLS = 0.6
 
@@ -133,7 +133,7 @@ def reads_nothing(probe: Probe) -> Verdict | None:
     # Fewer tokens have to follow a first draft, so that there are more anchors.
     among = np.isin(other.text * POSITIONS + other.position, own.text * POSITIONS + own.position)
     gains = 1 / (1.0 + own.place[:, 0]) - 1 / (1.0 + other.place[among, 0])
-    if gains.mean() > SIGNAL * gains.std() / len(gains) ** 0.5:
+    if gains.mean() > max(LEAST_SIGNAL, SIGNAL * gains.std() / len(gains) ** 0.5):
         return None
     return Verdict(
         "broken port",
