@@ -1,11 +1,16 @@
 """What holds for every test."""
 
+import os
+
 import pytest
 
 from metal_kernels.launching import cpu_library
+from metal_kernels.launching.cores import usable_cores
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """Compile the CPU library once, before tests choose cache folders of their own."""
-    cpu_library.missing()
+    if cpu_library.missing() is None and (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")):
+        # Several processes that each take all cores wait for each other.
+        cpu_library.set_threads(max(1, usable_cores() // int(workers)))
