@@ -167,7 +167,8 @@ def run_prompt(
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     tokens, statistics = [], Statistics()
     for response in stream_generate(engine, tokenizer, prompt, **options):
-        tokens.append(response.token)
+        if response.token is not None:
+            tokens.append(response.token)
         statistics = response.statistics
     return tokens, statistics
 

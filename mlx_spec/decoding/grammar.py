@@ -7,12 +7,12 @@ nothing behind, and a round that is taken back goes back to the place before it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from textwrap import shorten
 from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.tree import Tree
@@ -122,23 +122,8 @@ class Place:
         is_end = state.is_stopped() and self.end_tokens.issuperset(refused)
         return replace(self, state=state) if is_end or not refused else None
 
-    def masked(self, logits: mx.array, drafts: mx.array, tree: Tree) -> mx.array:
-        """Forbid what the grammar does not allow, by minus infinity.
-
-        logits: [R, V]; row j follows the drafts [R - 1] on its path through a tree. The host waits for these.
-        Rows after a draft that is refused itself are left as they are: nothing comes of them.
-        """
-        places = self._places(np.array(drafts).tolist(), tree)
-        if all(place is None or place.mark is not None for place in places):
-            return logits
-        bits = np.full((tree.num_rows, -(-self.vocab_size // BITS)), np.uint32(2**BITS - 1))
-        for row, place in zip(bits, places, strict=True):
-            if place is not None and place.mark is None:
-                row[:] = place._allowed()[: row.size]
-        return mx.where(spread(mx.array(bits), self.vocab_size), logits, -mx.inf)
-
-    def _places(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
-        """Return the place of each row, None after a draft that is refused."""
+    def at_rows(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
+        """Return the place of each row of a tree of drafts, None after a draft that is refused."""
         places: list[Place | None] = [self]
         for parent, draft in zip(tree.parents, drafts, strict=True):
             before = places[parent]
@@ -146,17 +131,45 @@ class Place:
             places.append(None if before is None or draft < 0 else before.after([draft]))
         return places
 
-    def _allowed(self) -> np.ndarray:
-        """Return a bit for each token that may come next: uint32 words."""
-        words = np.frombuffer(self.state.compute_bitmask(), dtype=np.uint32)
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """What may come at each row of a pass.
+
+    bits: a bit for each token, uint32 [R, ceil(V / 32)], see ``mask_rows``.
+    leaves_some: whether anything may, for each row: bool [R].
+    """
+
+    bits: np.ndarray
+    leaves_some: np.ndarray
+
+
+def allowed_tokens(places: Sequence[Place | None]) -> AllowedTokens | None:
+    """Return what the grammars of all rows of a pass allow; None where that is everything at every row.
+
+    places: of each row. At one that is None everything may come: the sequence has no grammar, or follows a draft
+        that is refused itself, so that nothing comes of it.
+    The rows are computed in parallel, outside Python's lock.
+    """
+    ruled = [(place, row) for row, place in enumerate(places) if place is not None and place.mark is None]
+    if not ruled:
+        return None
+    words = -(-ruled[0][0].vocab_size // BITS)
+    bits, leaves_some = np.full((len(places), words), np.uint32(2**BITS - 1)), np.ones(len(places), dtype=bool)
+    # Copies, because another row, or another thread, may stand at the same place.
+    states = [(place.state.deep_copy(), row) for place, row in ruled]
+    executor().unsafe_compute_mask_ptr(states, bits.ctypes.data, words * bits.itemsize, len(places))
+    for state, row in states:
         # A grammar that got too complex allows the end tokens; the text would end in its middle.
-        return np.zeros_like(words) if self.state.is_error() else words
+        if state.is_error():
+            bits[row], leaves_some[row] = 0, False
+    return AllowedTokens(bits, leaves_some)
 
 
-def spread(bits: mx.array, size: int) -> mx.array:
-    """Return the first bits of words [R, W] as bool [R, size]."""
-    each = (bits[:, :, None] >> mx.arange(BITS, dtype=mx.uint32)) & 1
-    return each.reshape(bits.shape[0], -1)[:, :size] != 0
+@cache
+def executor() -> Any:
+    """Return llguidance's threads."""
+    return llguidance().LLExecutor()
 
 
 # By tokenizer, then by width and end tokens: building one takes a second.

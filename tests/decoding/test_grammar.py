@@ -2,10 +2,10 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -13,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from tiny_folders import EOS, TOKENS, write_tokenizer
 
 from mlx_spec import Grammar
-from mlx_spec.decoding.grammar import Place, vocabulary_of
+from mlx_spec.decoding.grammar import Place, allowed_tokens, vocabulary_of
 from mlx_spec.drafters.tree import chain_of, tree_of
 from mlx_spec.errors import RequestError
 
@@ -55,13 +55,17 @@ def allowed(place: Place) -> set[int]:
 def rows(place: Place, drafts: list[int], parents: tuple[int, ...] | None = None) -> list[set[int]]:
     """The tokens that a mask leaves at each row."""
     tree = chain_of(len(drafts)) if parents is None else tree_of(parents)
-    logits = mx.random.normal((len(drafts) + 1, WIDTH)).astype(mx.bfloat16)
-    masked = place.masked(logits, mx.array(drafts, dtype=mx.int32), tree)
-    assert masked.dtype == logits.dtype
-    found = np.array(masked.astype(mx.float32))
-    is_left = np.isfinite(found)
-    assert np.array_equal(found[is_left], np.array(logits.astype(mx.float32))[is_left])
-    return [set(np.flatnonzero(row).tolist()) for row in is_left]
+    return tokens_of(place.at_rows(drafts, tree))
+
+
+def tokens_of(places: Sequence[Place | None]) -> list[set[int]]:
+    """The tokens that a mask leaves at places."""
+    allowed = allowed_tokens(places)
+    if allowed is None:
+        return [set(range(WIDTH))] * len(places)
+    bits = np.unpackbits(allowed.bits.view(np.uint8), axis=1, bitorder="little")[:, :WIDTH]
+    assert allowed.leaves_some.tolist() == bits.any(axis=1).tolist()
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -98,6 +102,15 @@ def test_rows_of_a_tree_follow_their_own_paths(tokenizer: Any) -> None:
     assert found[4:] == [{c}, {d}, {d}, {EOS}, {EOS}]
 
 
+def test_rows_of_several_grammars_are_masked_together(tokenizer: Any) -> None:
+    """With one that has none, and one whose grammar has not begun."""
+    letters, waiting = GRAMMARS["regex"].start(tokenizer, WIDTH), Grammar.regex("ab", after="|")
+    places = [*letters.at_rows(ids(tokenizer, "12"), chain_of(2)), None, waiting.start(tokenizer, WIDTH)]
+    other = moved(GRAMMARS["lark"].start(tokenizer, WIDTH), ids(tokenizer, "a"))
+    everything = set(range(WIDTH))
+    assert tokens_of([*places, other]) == [*map(allowed, places[:3]), everything, everything, allowed(other)]
+
+
 def test_a_complete_text_is_followed_by_end_tokens_alone(tokenizer: Any) -> None:
     place = moved(Grammar.regex("ab").start(tokenizer, WIDTH), ids(tokenizer, "ab"))
     assert rows(place, []) == [{EOS}] == rows(moved(place, [EOS]), [])
@@ -118,11 +131,11 @@ def test_a_place_does_not_change(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("after", ["|", TOKENS.index("|")])
 def test_a_grammar_may_begin_behind_a_token(after: str | int, tokenizer: Any) -> None:
-    """Before it everything is free, and logits without a masked row are the same array."""
+    """Before it everything is free, and where all rows are, nothing is masked."""
     start, mark = Grammar.regex("ab", after=after).start(tokenizer, WIDTH), TOKENS.index("|")
     x, a, b = (ids(tokenizer, text)[0] for text in "xab")
-    logits, everything = mx.zeros((3, WIDTH)), set(range(WIDTH))
-    assert start.masked(logits, mx.array([x, x]), chain_of(2)) is logits
+    everything = set(range(WIDTH))
+    assert allowed_tokens(start.at_rows([x, x], chain_of(2))) is None
     assert rows(start, [x, mark, a, b]) == [everything, everything, {a}, {b}, {EOS}]
     assert rows(start, [mark, mark, x]) == [everything, {a}, everything, everything]
     assert rows(start, [x, mark, mark, a], (0, 0, 1, 2)) == [everything, everything, {a}, {a}, {b}]

@@ -381,7 +381,7 @@ def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft
 
     monkeypatch.setattr(target, "forward", noted)
     plainly = started(engine, Request(PROMPTS[1], NEW_TOKENS, 0))
-    engine.step(plainly)
+    engine.step(plainly).checked()
     assert set(wanted) == {()}
     assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
     drafted = engine.fork(plainly, num_draft_tokens=3)
@@ -420,7 +420,7 @@ def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
     assert target.pool.pages_in_use == 0 < pages
     generation = started(engine, Request(PROMPTS[1], 5))
     finish(engine, [generation])
-    assert engine.step(generation).tokens == []
+    assert engine.step(generation).checked().tokens == []
     engine.close(generation)
 
 
@@ -432,7 +432,7 @@ def test_a_closed_generation_is_refused_and_takes_no_page(prompt: list[int], rou
     engine = Engine(target, BranchDrafter(target))
     generation, other = started(engine, Request(prompt, 5)), started(engine, Request(prompt, 5, 0))
     for _ in range(rounds):
-        engine.step(generation)
+        engine.step(generation).checked()
     pages = len(other.sequence.pages)
     engine.close(generation)
     tokens = list(generation.tokens)
@@ -499,7 +499,7 @@ def test_a_fork_learns_its_own_depth() -> None:
         engine.drafter.know(generation, text)
         lengths = []
         while generation.finish_reason is None:
-            lengths.append(len(engine.step(generation).tokens))
+            lengths.append(len(engine.step(generation).checked().tokens))
         assert lengths == [4, 5, 5] and generation.tokens == text
         engine.close(generation)
 

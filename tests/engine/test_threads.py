@@ -78,7 +78,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[En
 def finish(engine: Engine, generation: Generation, turn: Callable[[Callable[[], Any]], Any]) -> list[int]:
     """Step a generation to its end, each step by ``turn``, and return its tokens."""
     while generation.finish_reason is None:
-        turn(lambda: engine.step(generation))
+        turn(lambda: engine.step(generation).checked())
     return generation.tokens
 
 
