@@ -4,17 +4,51 @@ A drafter reads hidden states of rows that the target has committed, and drafts 
 touches the target's cache and never decides what is accepted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 from mlx_spec.target import PagePool
 
-SampleDraft = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
-"""Draws a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
+
+class Drawn(NamedTuple):
+    """A drafted token.
+
+    token: int32 scalar.
+    ranks: [K] float32, of the candidates; the token's is the largest.
+    probabilities: [K] float32, of the candidates; None where the rule needs none later.
+    """
+
+    token: mx.array
+    ranks: mx.array
+    probabilities: mx.array | None = None
+
+
+class DraftRule(Protocol):
+    """How a request draws drafted tokens from candidates.
+
+    way: equal for rules whose ``draw`` differs by its arguments alone; one graph serves these.
+    """
+
+    @property
+    def way(self) -> Hashable: ...
+
+    def noise(self, position: int, count: int, candidates: int) -> mx.array | None:
+        """Return what draws for ``count`` positions from ``position`` on read besides scores.
+
+        Float32 [count, V] or [count, candidates]; None where they read nothing else.
+        """
+        ...
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw one of the candidates ids [K] int32 with scores [K], lazily.
+
+        noise: that of one position, see ``noise``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +73,8 @@ class Draft:
     candidates: [k, K] int32, the token ids that each was chosen from, the best first.
     probabilities: [k, K] float32, the distribution that each was drawn from; None where it was not drawn.
     finite: by name of a stage of the draft pass, whether all its numbers are finite: bool of any shape.
-    scores: [k, K] float32, of the candidates; None if the drafter gives none, then no siblings can be added.
+    ranks: [k, K] float32, of the candidates, the drawn one's is the largest; None if the drafter gives none, then
+        no siblings can be added.
     parents: see ``Tree``; None for a chain. Siblings are drawn from one distribution, without replacement, in
         their order.
     """
@@ -48,7 +83,7 @@ class Draft:
     candidates: mx.array
     probabilities: mx.array | None = None
     finite: Mapping[str, mx.array] = field(default_factory=dict)
-    scores: mx.array | None = None
+    ranks: mx.array | None = None
     parents: tuple[int, ...] | None = None
 
     @property
@@ -64,24 +99,24 @@ class DraftRequest:
     state: the drafter's state of this sequence.
     anchor: the token that the drafts follow.
     count: tokens to draft.
-    sample_draft: draws each of them.
+    rule: draws each of them.
     """
 
     state: Any
     anchor: int
     count: int
-    sample_draft: SampleDraft
+    rule: DraftRule
+
+
+def stacked(rows: Sequence[mx.array | None]) -> mx.array | None:
+    """Stack the distributions [K] that tokens were drawn from, or return None where none is needed."""
+    kept = [row for row in rows if row is not None]
+    return mx.stack(kept) if kept else None
 
 
 def nothing_drafted() -> Draft:
     """Return a draft without tokens."""
     return Draft(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
-
-
-def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
-    """Stack the distributions [K] that tokens were drawn from, or return None where none was drawn."""
-    drawn = [row for row in rows if row is not None]
-    return mx.stack(drawn) if drawn else None
 
 
 class DrafterState(Protocol):

@@ -7,17 +7,19 @@ head's own output, are kept beside the context and forgotten when the round ends
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, nothing_drafted, stack_drawn
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule, nothing_drafted, stacked
 from mlx_spec.drafters.draft_head import DraftHead
-from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.kv import ContextKV, ContextPages, append_to, context_pool, packed, unpacked
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
+from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.layers import Attention
 
 MAX_DRAFTS = 7
@@ -25,8 +27,7 @@ MAX_DRAFTS = 7
 CANDIDATES = 16
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(NamedTuple):
     """Rows before attention.
 
     residual: [R, H], what attention's output is added to.
@@ -137,6 +138,7 @@ class ChainDrafter:
         self.max_draft = MAX_DRAFTS
         self.head = head
         self.embed = embed or target.embed
+        self._graphs = Graphs()
         self._nothing = mx.zeros((0, forward.width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
         like = mx.zeros((1, forward.width), dtype=target.dtype), mx.zeros((1,), dtype=mx.int32)
         self.pool = context_pool(forward.pre_attention(self.embed(like[1]), *like).context_rows)
@@ -160,7 +162,8 @@ class ChainDrafter:
 
     def _extend(self, state: ChainState, committed: Committed) -> None:
         if state.hidden.shape[0] > MAX_VERIFY_ROWS:
-            self._complete(state, self._pre_attention(state, state.following), state.hidden.shape[0] - 1)
+            count = state.following.size
+            self._complete([(state, self._pre_attention(state, state.following).context_rows, count)])
             mx.async_eval(self.pool.data)
         known = committed.tokens if state.hidden.shape[0] else committed.tokens[1:]
         hidden = mx.concatenate([state.hidden, self.forward.features(committed.aux_hidden_states)])
@@ -184,19 +187,49 @@ class ChainDrafter:
         return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
 
     def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        states, rules = [request.state for request in requests], [request.rule for request in requests]
         inputs, hidden = self._begin(requests)
-        pages = pages_of([request.state.context for request in requests])
+        most = max(request.count for request in requests)
+        numbers = packed([state.context for state in states], [state.position - 1 for state in states])
+        noises = [
+            rule.noise(state.position + 1, most, self.candidates)
+            for rule, state in zip(rules, states, strict=True)
+        ]
+        ways = tuple(rule.way for rule in rules)
+        graph = self._graphs.of(("chains", most, ways), partial(self._pass, most, rules))
+        steps = [Step(*step) for step in graph(inputs, hidden, numbers, self.pool.data, noises)]
+        return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
+
+    def _pass(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        numbers: mx.array,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> list["Step"]:
+        """Draft ``count`` tokens for N sequences.
+
+        rules: of these; only what ``way`` tells apart is read.
+        inputs, hidden: of the first row of each chain, see ``_begin``.
+        numbers: see ``packed``: the positions of these rows, and the contexts.
+        pool: see ``PagePool.data``.
+        noises: of the rules, see ``DraftRule.noise``.
+        """
+        inputs = AttentionInputs(*inputs)
+        (first,), pages = unpacked(numbers, len(rules), 1)
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
-        for index in range(max(request.count for request in requests)):
+        for index in range(count):
             if index:
-                positions = mx.array([request.state.position - 1 + index for request in requests], dtype=mx.int32)
-                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, positions)
+                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, first + index)
             queries.append(inputs.queries[:, None])
             keys_values.append(inputs.keys_values[:, :, None])
-            attended = self._attend(pages, mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2))
-            scored, hidden = self.forward.post_attention(inputs, attended[:, -1])
-            steps.append(self._step(scored, requests, steps))
-        return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
+            rows = mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2)
+            scored, hidden = self.forward.post_attention(inputs, self._attend(pool, pages, *rows)[:, -1])
+            steps.append(self._step(scored, rules, [None if noise is None else noise[index] for noise in noises]))
+        return steps
 
     def _begin(self, requests: Sequence[DraftRequest]) -> tuple[AttentionInputs, mx.array]:
         """Run the pending rows of N sequences up to attention, and move all but the newest of each to the context.
@@ -205,19 +238,38 @@ class ChainDrafter:
         """
         states = [request.state for request in requests]
         counts = [state.hidden.shape[0] for state in states]
+        newest = [end - 1 for end in accumulate(counts)]
         anchors = mx.array([request.anchor for request in requests], dtype=mx.int32)
         following = [part for n, state in enumerate(states) for part in (state.following, anchors[n : n + 1])]
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
-        hidden = mx.concatenate([state.hidden for state in states])
-        embedded = self.embed(mx.concatenate(following))
-        inputs = self.forward.pre_attention(embedded, hidden, mx.array(positions, dtype=mx.int32))
-        newest = [end - 1 for end in accumulate(counts)]
-        for state, count, last in zip(states, counts, newest, strict=True):
-            if count > 1:
-                self._complete(state, inputs.select(slice(last + 1 - count, last)), count - 1)
+        hidden = states[0].hidden if len(states) == 1 else mx.concatenate([state.hidden for state in states])
+        numbers = mx.array([*positions, *newest], dtype=mx.int32)
+        begin = partial(self._enter, len(states))
+        graph = self._graphs.of(("begin", len(states)), begin) if len(positions) <= MAX_VERIFY_ROWS else begin
+        inputs, chosen, rows = graph(mx.concatenate(following), hidden, numbers)
+        moved = [
+            (state, rows[last + 1 - count : last], count - 1)
+            for state, count, last in zip(states, counts, newest, strict=True)
+            if count > 1
+        ]
+        self._complete(moved)
+        return AttentionInputs(*inputs), chosen
+
+    def _enter(
+        self, sequences: int, following: mx.array, hidden: mx.array, numbers: mx.array
+    ) -> tuple[AttentionInputs, mx.array, mx.array]:
+        """Run n pending rows of N sequences up to attention.
+
+        following: int32 [n], the tokens after them.
+        hidden: [n, H].
+        numbers: int32 [n + N], their positions, and which of them is the newest of each sequence.
+        Returns the newest row of each, their hidden states, and the context rows of all n.
+        """
+        positions, newest = numbers[: following.size], numbers[following.size :]
+        inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
         # A slice is a view; an index copies.
-        part = slice(newest[0], None) if len(requests) == 1 else mx.array(newest)
-        return inputs.select(part), hidden[part]
+        part = slice(following.size - 1, None) if sequences == 1 else newest
+        return inputs.select(part), hidden[part], inputs.context_rows
 
     def rewind(self, state: ChainState, position: int) -> int:
         """Forget rows from ``position`` on, and return the position where the next committed rows must begin.
@@ -243,69 +295,66 @@ class ChainDrafter:
         positions = mx.arange(state.first, state.first + count, dtype=mx.int32)
         return self.forward.pre_attention(self.embed(following), state.hidden[:count], positions)
 
-    def _complete(self, state: ChainState, inputs: AttentionInputs, count: int) -> None:
-        """Move the first ``count`` pending rows to the context."""
-        if count:
-            state.context.append(state.first, inputs.context_rows[:count])
+    def _complete(self, moved: Sequence[tuple[ChainState, mx.array, int]]) -> None:
+        """Move the first pending rows of some states to their contexts, in one write.
+
+        moved: a state, their context rows, and how many they are.
+        """
+        append_to([(state.context, state.first, rows) for state, rows, _ in moved])
+        for state, _, count in moved:
             # One statement, so that an interruption finds the three at the same position.
             pending = state.hidden[count:], state.following[count:], state.first + count
             state.hidden, state.following, state.first = pending
 
-    def _attend(
-        self, pages: tuple[mx.array, mx.array, mx.array], queries: mx.array, keys_values: mx.array
-    ) -> mx.array:
+    def _attend(self, pool: mx.array, context: ContextPages, queries: mx.array, keys_values: mx.array) -> mx.array:
         """Attend from the rows of N chains to their contexts and to each other.
 
-        pages: of the contexts, see ``pages_of``.
         queries: [N, R, heads, D].
         keys_values: [2, N, R, KV, D].
         Returns [N, R, heads, D].
         """
-        pool, table, lengths = pages
         keys, values = (side.squeeze(0).flatten(0, 1) for side in mx.split(keys_values, 2))
-        cached = Cached(table, lengths, queries.shape[1:2] * queries.shape[0])
+        cached = Cached(context.pages, context.lengths, queries.shape[1:2] * queries.shape[0])
         scale, window = self.forward.attention.scale, self.forward.attention.window
         attended = attention_rows(queries.flatten(0, 1), keys, values, pool, 0, cached, scale=scale, window=window)
         return attended.reshape(queries.shape)
 
-    def _step(self, hidden: mx.array, requests: Sequence[DraftRequest], before: Sequence["Step"]) -> "Step":
+    def _step(self, hidden: mx.array, rules: Sequence[DraftRule], noises: Sequence[mx.array | None]) -> "Step":
         """Draw the next token of each sequence.
 
         hidden: [N, H], what the output head reads.
-        requests: of the N sequences.
-        before: the steps before this one.
+        rules, noises: of the N sequences; the noise is that of this step.
         """
         scores = self.head.score(hidden)
-        values, ids, are_finite = topk_rows(scores, min(CANDIDATES, self.head.size))
+        values, ids, are_finite = topk_rows(scores, self.candidates)
         ids = ids if self.head.ids is None else self.head.ids[ids]
-        values = values.astype(mx.float32)
-        picked: list[tuple[mx.array, mx.array | None]] = []
-        for n, request in enumerate(requests):
-            if len(before) < request.count:
-                picked.append(request.sample_draft(request.state.position + 1 + len(before), ids[n], values[n]))
-            else:
-                # Its chain is complete; its row is computed with the others and not used.
-                picked.append((before[-1].tokens[n], None))
+        drawn = [
+            rule.draw(ids[n], values[n], noise) for n, (rule, noise) in enumerate(zip(rules, noises, strict=True))
+        ]
         # The kernel's flag is for all rows; several sequences need one each.
-        finite = are_finite[None] if len(requests) == 1 else mx.all(mx.isfinite(scores), axis=-1)
-        tokens = mx.stack([token for token, _ in picked]).astype(mx.int32)
-        return Step(tokens, ids, values, [probabilities for _, probabilities in picked], finite)
+        finite = are_finite[None] if len(rules) == 1 else mx.all(mx.isfinite(scores), axis=-1)
+        tokens, ranks = mx.stack([each.token for each in drawn]), mx.stack([each.ranks for each in drawn])
+        return Step(tokens, ids, ranks, [each.probabilities for each in drawn], finite)
+
+    @property
+    def candidates(self) -> int:
+        """K, how many candidates there are for each drafted token."""
+        return min(CANDIDATES, self.head.size)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One drafted token of each of N sequences.
 
     tokens: [N] int32.
     ids: [N, K] int32, the candidates.
-    scores: [N, K] float32, of the candidates.
-    probabilities: [K] float32 of each sequence, what its token was drawn from; None where it was not drawn.
+    ranks: [N, K] float32, of the candidates, see ``Drawn``.
+    probabilities: [K] float32 of each sequence, what its token was drawn from; None where it is not kept.
     finite: bool [N], whether all draft logits are finite.
     """
 
     tokens: mx.array
     ids: mx.array
-    scores: mx.array
+    ranks: mx.array
     probabilities: list[mx.array | None]
     finite: mx.array
 
@@ -315,7 +364,7 @@ def draft_of(steps: Sequence[Step], n: int) -> Draft:
     return Draft(
         mx.stack([step.tokens[n] for step in steps]),
         mx.stack([step.ids[n] for step in steps]),
-        stack_drawn([step.probabilities[n] for step in steps]),
+        stacked([step.probabilities[n] for step in steps]),
         {"draft logits": mx.all(mx.stack([step.finite[n] for step in steps]))},
-        mx.stack([step.scores[n] for step in steps]),
+        mx.stack([step.ranks[n] for step in steps]),
     )

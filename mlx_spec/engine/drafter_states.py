@@ -47,7 +47,7 @@ class DrafterStates:
             return []
         return self.drafter.propose(
             [
-                DraftRequest(generation.drafter_state, generation.tokens[-1], count, generation.rule.sample_draft)
+                DraftRequest(generation.drafter_state, generation.tokens[-1], count, generation.rule)
                 for generation, count in requests
             ]
         )

@@ -157,7 +157,7 @@ def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> lis
         # Several generations need the rows.
         if len(shares) == 1:
             siblings = generation.policy.siblings(len(found.tree.chain) - 1)
-            found = with_siblings(found, siblings, generation.rule.rank_candidates, generation.anchor_position)
+            found = with_siblings(found, siblings)
         return Drafted(generation, found, generation.drafter_state is not None)
 
     return for_each(shares, of_share, errors)

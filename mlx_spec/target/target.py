@@ -29,13 +29,12 @@ from mlx_spec.target.batch_layout import (
 )
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
+from mlx_spec.target.graphs import Graph, Graphs
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.linears import linear_of
 from mlx_spec.target.model_config import ModelConfig
 from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, append_rows
 from mlx_spec.target.recurrent import LayerState, RecurrentState, joined_states
-
-Graph = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Target:
         capacity = self.context if max_cached_tokens is None else max_cached_tokens
         self.pool = pool_for(self.layers, cache_dtype, capacity)
         self._empty = empty_state(self.layers, cache_dtype)
-        self._compiled: dict[tuple[tuple[int, ...], int, tuple[int, ...], bool], Graph] = {}
+        self._graphs = Graphs()
 
     @property
     def takes_trees(self) -> bool:
@@ -259,11 +258,8 @@ class Target:
         if sum(counts) > MAX_VERIFY_ROWS or not is_traceable():
             return partial(self._pass, counts, None, target_layer_ids, most_accepted, has_paths)
         bounds = bounds_of(counts)
-        key = bounds, sum(counts), target_layer_ids, has_paths
-        if key not in self._compiled:
-            graph = partial(self._pass, bounds, max(bounds), target_layer_ids, MAX_CHUNK_ROWS, has_paths)
-            self._compiled[key] = mx.compile(graph)
-        return self._compiled[key]
+        graph = partial(self._pass, bounds, max(bounds), target_layer_ids, MAX_CHUNK_ROWS, has_paths)
+        return self._graphs.of((bounds, sum(counts), target_layer_ids, has_paths), graph)
 
     def _pass(
         self,

@@ -7,19 +7,22 @@ import mlx.core as mx
 import numpy as np
 import one_draft
 import pytest
+from choosing import GREEDY, Choose, Choosing
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from oracles.walk_on_host import walk_on_host
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.forward import BlockForward
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.dflash2.selector import (
     Candidates,
     CandidateSelector,
+    Walked,
     gather_candidates,
     walk,
 )
@@ -56,10 +59,11 @@ def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector
     return selector, gather_candidates(selector, hidden, ids, unary)
 
 
-def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: SampleDraft) -> Draft:
+def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: Choose) -> Walked:
     """Walk through the candidates of one block."""
-    (proposal,) = step(selector, candidates, [DraftRequest(None, anchor, 7, choose)], [POSITION], {})
-    return proposal
+    rule = Choosing(choose)
+    anchors = mx.array([anchor], dtype=mx.int32)
+    return step(selector, candidates, anchors, [rule], [rule.noise(POSITION + 1, 7, 16)])
 
 
 def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: Any) -> DFlash2Drafter:
@@ -67,7 +71,7 @@ def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: An
     return load_dflash2(folder, tiny_target("qwen3", mx.float32), "tiny")
 
 
-def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: SampleDraft = greedy) -> Draft:
+def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: Choose = greedy) -> Draft:
     """Draft after a random prompt."""
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
@@ -83,8 +87,8 @@ def test_the_walk_on_the_host_is_the_walk_in_the_graph(seed: int, has_selector: 
     in_graph, on_host = (
         one_walk(step, selector, candidates, 5, CHOOSERS[choose]) for step in (walk, walk_on_host)
     )
-    tokens, probabilities = in_graph.tokens, in_graph.probabilities
-    host_tokens, host_probabilities = on_host.tokens, on_host.probabilities
+    tokens, probabilities = in_graph.tokens, in_graph.probabilities[0]
+    host_tokens, host_probabilities = on_host.tokens, on_host.probabilities[0]
     assert tokens.dtype == host_tokens.dtype == mx.int32
     assert tokens.tolist() == host_tokens.tolist()
     if choose == "greedy":
@@ -121,7 +125,7 @@ def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> 
 
     for anchor in (outside, min(first)):
         seen.clear()
-        tokens, previous = one_walk(step, selector, candidates, anchor, choose).tokens.tolist(), anchor
+        tokens, previous = one_walk(step, selector, candidates, anchor, choose).tokens[0].tolist(), anchor
         for t, (position, ids, scores) in enumerate(seen):
             assert position == POSITION + 1 + t
             assert ids == candidates.ids[0, t].tolist()
@@ -135,7 +139,7 @@ def test_an_anchor_outside_the_candidates_changes_the_path() -> None:
     selector, candidates = random_walk(0)
     first = set(candidates.ids[0, 0].tolist())
     outside = [i for i in range(96) if i not in first]
-    picked = {one_walk(walk, selector, candidates, anchor, greedy).tokens[0].item() for anchor in outside}
+    picked = {one_walk(walk, selector, candidates, anchor, greedy).tokens[0, 0].item() for anchor in outside}
     assert len(picked) > 1
     assert picked <= first
 
@@ -200,6 +204,7 @@ def corrupt(drafter: DFlash2Drafter, name: str, value: float) -> DFlash2Drafter:
     """Break one loaded weight, as an overflow in a lower precision would."""
     weights = dict(tree_flatten(drafter.model.parameters()))
     drafter.model.update(tree_unflatten([(name, corrupted(weights, name, value))]))
+    drafter.forward = BlockForward.of(drafter.model, drafter.config)
     return drafter
 
 
@@ -253,7 +258,7 @@ def test_blocks_of_one_pass_do_not_see_each_other(changes: dict[str, Any], tmp_p
     one_draft.extend(drafter, states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
     anchors, counts = [3, 4, 5, 6], [5, 2, 1, 3]
     together = drafter.propose(
-        [DraftRequest(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
+        [DraftRequest(*each, GREEDY) for each in zip(states, anchors, counts, strict=True)],
     )
     for state, anchor, count, proposal in zip(states, anchors, counts, together, strict=True):
         alone = one_draft.propose(drafter, state, anchor, 5, greedy)
@@ -266,7 +271,7 @@ def test_flags_name_the_sequence_that_is_broken(tmp_path: Path) -> None:
     good, bad = drafter.open(), drafter.open()
     for state, features in ((good, mx.ones((5, 192))), (bad, mx.full((5, 192), mx.nan))):
         one_draft.extend(drafter, state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
-    proposals = drafter.propose([DraftRequest(state, 3, 2, greedy) for state in (good, bad)])
+    proposals = drafter.propose([DraftRequest(state, 3, 2, GREEDY) for state in (good, bad)])
     assert [[flag.item() for flag in proposal.finite.values()] for proposal in proposals] == [
         [True] * 3,
         [False] * 3,

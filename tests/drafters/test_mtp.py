@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from one_draft import extend, propose
 from scripted_drafters import mixture, plain, right_then_wrong, run
 from started import started
@@ -198,7 +199,7 @@ def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
         fresh_state(drafter, target, TOKENS[:20]),
         TOKENS[20],
         5,
-        rule_for(REJECTION, target.vocab_size).sample_draft,
+        rule_for(REJECTION, target.vocab_size),
     )
     assert proposal.probabilities is not None
     assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)
@@ -295,10 +296,10 @@ def test_chains_of_one_pass_do_not_see_each_other(heads: Any) -> None:
     extend(drafter, states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.aux_hidden_states[25:]))
     states += [states[0].fork(), drafter.open()]
     requests = [
-        DraftRequest(state, TOKENS[60 + n], count, greedy)
+        DraftRequest(state, TOKENS[60 + n], count, GREEDY)
         for n, (state, count) in enumerate(zip(states, (5, 1, 2, 3, 7, 4), strict=True))
     ]
-    alone = [propose(drafter, request.state.fork(), request.anchor, request.count, greedy) for request in requests]
+    alone = [propose(drafter, request.state.fork(), request.anchor, request.count, GREEDY) for request in requests]
     for together, single in zip(drafter.propose(requests), alone, strict=True):
         assert together.tokens.tolist() == single.tokens.tolist()
         assert together.candidates.tolist() == single.candidates.tolist()

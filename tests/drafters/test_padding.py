@@ -74,7 +74,7 @@ def drafted(drafter: Drafter, on: Target) -> list[list[int]]:
         Committed(0, TOKENS, on.forward([(on.open(), TOKENS)], drafter.target_layer_ids).aux_hidden_states),
     )
     draft = propose(drafter, state, 271, 4, lambda position, ids, scores: (ids[0], None))
-    assert all(np.isfinite(np.array(draft.scores)).reshape(-1))
+    assert all(np.isfinite(np.array(draft.ranks)).reshape(-1))
     return draft.candidates.tolist()
 
 

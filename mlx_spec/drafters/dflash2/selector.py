@@ -6,13 +6,14 @@ The walk starts at the anchor and picks row by row, inside the graph.
 Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.drafters.base import Draft, DraftRequest, stack_drawn
+from mlx_spec.drafters.base import DraftRule, Drawn, stacked
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.target.linears import module_rows
 
@@ -60,44 +61,49 @@ def gather_candidates(
     return Candidates(ids, unary, gates, selector.successor_codebook(ids).astype(mx.float32))
 
 
+class Walked(NamedTuple):
+    """The picked candidates of N blocks.
+
+    tokens: [N, k] int32.
+    ranks: [N, k, K] float32, see ``Drawn``.
+    probabilities: [N, k, K] float32 or None, see ``Drawn``.
+    """
+
+    tokens: mx.array
+    ranks: mx.array
+    probabilities: list[mx.array | None]
+
+
 def walk(
     selector: CandidateSelector | None,
     candidates: Candidates,
-    requests: Sequence[DraftRequest],
-    positions: Sequence[int],
-    finite: Mapping[str, mx.array],
-) -> list[Draft]:
+    anchors: mx.array,
+    rules: Sequence[DraftRule],
+    noises: Sequence[mx.array | None],
+) -> Walked:
     """Pick one candidate per row of each block, inside the graph.
 
     selector: None in DFlash 1.
-    candidates: of the mask rows of N blocks.
-    requests: of N sequences.
-    positions: of their anchors.
-    finite: by stage of the pass, bool [N], see Draft.
+    candidates: of the k mask rows of N blocks.
+    anchors: int32 [N].
+    rules: of N requests.
+    noises: of each for its k rows, see ``DraftRule.noise``.
     """
-    previous = mx.array([request.anchor for request in requests])
-    paths: list[list[mx.array]] = [[] for _ in requests]
-    drawn_by: list[list[mx.array]] = [[] for _ in requests]
-    drawn_from: list[list[mx.array | None]] = [[] for _ in requests]
+    previous, steps = anchors, list[list[Drawn]]()
     for t in range(candidates.ids.shape[1]):
         scores = candidates.unary[:, t]
         if selector is not None:
             edge = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[:, t]
             scores = scores + (candidates.successors[:, t] @ edge[..., None])[..., 0]
-        for n, request in enumerate(requests):
-            if t < request.count:
-                token, probabilities = request.sample_draft(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
-                paths[n].append(token)
-                drawn_by[n].append(scores[n])
-                drawn_from[n].append(probabilities)
-        previous = mx.stack([path[-1] for path in paths])
-    return [
-        Draft(
-            mx.stack(path).astype(mx.int32),
-            candidates.ids[n, : len(path)],
-            stack_drawn(drawn),
-            {stage: flags[n] for stage, flags in finite.items()},
-            mx.stack(drawn_by[n]),
-        )
-        for n, (path, drawn) in enumerate(zip(paths, drawn_from, strict=True))
-    ]
+        drawn = [
+            rule.draw(candidates.ids[n, t], scores[n], None if noise is None else noise[t])
+            for n, (rule, noise) in enumerate(zip(rules, noises, strict=True))
+        ]
+        previous = mx.stack([each.token for each in drawn])
+        steps.append(drawn)
+    paths = list(zip(*steps, strict=True))
+    return Walked(
+        mx.stack([mx.stack([each.token for each in path]) for path in paths]),
+        mx.stack([mx.stack([each.ranks for each in path]) for path in paths]),
+        [stacked([each.probabilities for each in path]) for path in paths],
+    )

@@ -6,10 +6,11 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from metal_kernels import context_kv, linear_rows
+from metal_kernels import MAX_VERIFY_ROWS, context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.errors import PositionError
+from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.linears import joined_linears
 
 
@@ -75,7 +76,8 @@ class BlockState:
 class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
-    The k_proj and v_proj weights of all layers are laid side by side once, where they are quantised alike.
+    The k_proj and v_proj weights of all layers are laid side by side, where they are quantised alike: a copy
+    beside those of the block forward.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -86,6 +88,7 @@ class ContextWriter:
         self.norms = mx.stack([a.k_norm.weight for a in attentions])
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope
+        self._graphs = Graphs()
 
     def write(self, states: Sequence[BlockState]) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
@@ -99,11 +102,12 @@ class ContextWriter:
         positions = [
             mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
         ]
+        ends = list(accumulate(rows.shape[0] for rows in features))
+        project = self._graphs.of((), self.project) if ends[-1] <= MAX_VERIFY_ROWS else self.project
         if len(due) == 1:
-            written = [self.project(features[0], positions[0])]
+            written = [project(features[0], positions[0])]
         else:
-            ends = list(accumulate(rows.shape[0] for rows in features))[:-1]
-            written = list(mx.split(self.project(mx.concatenate(features), mx.concatenate(positions)), ends))
+            written = list(mx.split(project(mx.concatenate(features), mx.concatenate(positions)), ends[:-1]))
         append_to([(state.context, at, rows) for state, at, rows in zip(due, starts, written, strict=True)])
         for state in due:
             state.waiting = []
