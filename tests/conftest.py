@@ -1,7 +1,9 @@
 """What holds for every test."""
 
 import os
+from collections.abc import Iterator
 
+import mlx.core as mx
 import pytest
 
 from metal_kernels.launching import cpu_library
@@ -14,3 +16,11 @@ def compiled() -> None:
     if cpu_library.missing() is None and (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")):
         # Several processes that each take all cores wait for each other.
         cpu_library.set_threads(max(1, usable_cores() // int(workers)))
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Run compiled functions as they are: MLX on a CPU takes a second or more for each operation that it fuses."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
