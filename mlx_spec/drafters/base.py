@@ -6,7 +6,7 @@ touches the target's cache and never decides what is accepted.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -58,11 +58,13 @@ class Committed:
     position: of the first row.
     tokens: [n] int32, the rows' token ids.
     aux_hidden_states: [n, T * H], outputs of the drafter's ``target_layer_ids`` side by side.
+    ahead: what the drafter computed of these rows already, see ``DraftsAhead``.
     """
 
     position: int
     tokens: mx.array
     aux_hidden_states: mx.array
+    ahead: "Ahead | None" = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,15 @@ class Draft:
     ranks: mx.array | None = None
     parents: tuple[int, ...] | None = None
 
+    def first(self, count: int) -> "Draft":
+        """Return a chain of the first ``count`` tokens at most."""
+        if count >= self.tokens.size:
+            return self
+        parts = (self.tokens, self.candidates, self.probabilities, self.ranks)
+        tokens, candidates, probabilities, ranks = (None if x is None else x[:count] for x in parts)
+        assert tokens is not None and candidates is not None
+        return Draft(tokens, candidates, probabilities, self.finite, ranks)
+
     @property
     def tree(self) -> Tree:
         """The tree that anchor and tokens form."""
@@ -108,6 +119,65 @@ class DraftRequest:
     rule: DraftRule
 
 
+@dataclass(frozen=True)
+class Unread:
+    """The rows of one sequence's round whose outcome the host has not read.
+
+    position: of the anchor.
+    tree: of the rows.
+    tokens: [k + 1] int32, of the rows.
+    aux_hidden_states: [k + 1, T * H], see Committed.
+    outcome: int32, what ``AcceptRule.accept`` returned.
+    """
+
+    position: int
+    tree: Tree
+    tokens: mx.array
+    aux_hidden_states: mx.array
+    outcome: mx.array
+
+
+class Outcome(NamedTuple):
+    """What became of a round's k + 1 rows, in the graph.
+
+    path: int32 [k + 1], the accepted rows from the anchor on, then any others; None where these come in order.
+    accepted: int32 [1], how many drafts are accepted.
+    emitted: int32 [k + 1], the tokens after the rows of the path; ``following`` after the last of them.
+    following: int32 [1], the token after the accepted ones: the next anchor.
+    """
+
+    path: mx.array | None
+    accepted: mx.array
+    emitted: mx.array
+    following: mx.array
+
+    @staticmethod
+    def of(tree: Tree, outcome: mx.array) -> "Outcome":
+        """Take apart what ``AcceptRule.accept`` returned for the rows of a tree."""
+        k = tree.num_rows - 1
+        last, following = outcome[k], outcome[k + 1]
+        emitted = tree.emitted(last, outcome[:k], following)
+        path = None if tree.is_chain else tree.rows_to(last)
+        emitted = emitted if path is None else emitted[path]
+        return Outcome(path, tree.depth_of(last).reshape(1), emitted, following.reshape(1))
+
+    def rows(self, x: mx.array) -> mx.array:
+        """Return what was computed of the rows, [k + 1, ...], in the order of the path."""
+        return x if self.path is None else x[self.path]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A draft that was made before the host read the round before.
+
+    draft: the drafted tokens.
+    rows: what the drafter keeps of that round's rows, in the order of the accepted path.
+    """
+
+    draft: Draft
+    rows: Any = None
+
+
 def stacked(rows: Sequence[mx.array | None]) -> mx.array | None:
     """Stack the distributions [K] that tokens were drawn from, or return None where none is needed."""
     kept = [row for row in rows if row is not None]
@@ -128,6 +198,20 @@ class DrafterState(Protocol):
 
     def free(self) -> None:
         """Free what it holds; the state is not used afterwards."""
+        ...
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter that can draft after a round of which the host has read nothing yet."""
+
+    def propose_ahead(self, state: Any, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
+        """Draft ``count`` tokens after the rows that a round will accept, lazily.
+
+        state: it holds all rows before the round's anchor, and stays what it is. Once the accepted rows are added
+            to it, with the result as ``Committed.ahead``, the draft is that of the next round.
+        Returns None where the drafter has not seen enough of the sequence.
+        """
         ...
 
 

@@ -14,9 +14,20 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule, nothing_drafted, stacked
+from mlx_spec.drafters.base import (
+    Ahead,
+    Committed,
+    Draft,
+    DraftRequest,
+    DraftRule,
+    Outcome,
+    Unread,
+    nothing_drafted,
+    stacked,
+)
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.kv import ContextKV, ContextPages, append_to, context_pool, packed, unpacked
+from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
@@ -90,12 +101,14 @@ class ChainState:
     hidden: [m, H], the target's hidden states of the m pending rows.
     following: [m - 1] int32, the tokens after all pending rows but the newest.
     first: position of the first pending row, where the context ends.
+    written: how many of the pending rows lie after the context's cursor already, see ``ContextKV.write_ahead``.
     """
 
     context: ContextKV
     hidden: mx.array
     following: mx.array
     first: int = 0
+    written: int = 0
 
     @property
     def position(self) -> int:
@@ -105,6 +118,19 @@ class ChainState:
     def fork(self) -> "ChainState":
         """Return an independent copy."""
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
+
+    def move(self, count: int) -> None:
+        """Take the first ``count`` pending rows for rows of the context, where their keys and values are."""
+        # One statement, so that an interruption finds the four at the same position.
+        pending = self.hidden[count:], self.following[count:], self.first + count, 0
+        self.hidden, self.following, self.first, self.written = pending
+
+    def settle(self) -> None:
+        """Make all pending rows but the newest part of the context, where they are written already."""
+        if self.written and self.written == self.following.size:
+            self.context.advance(self.written)
+            self.move(self.written)
+        self.written = 0
 
     def free(self) -> None:
         """Release the pages of the context."""
@@ -161,9 +187,14 @@ class ChainDrafter:
             self._extend(state, committed)
 
     def _extend(self, state: ChainState, committed: Committed) -> None:
+        if committed.ahead is not None:
+            count = committed.tokens.size
+            state.hidden, state.following = committed.ahead.rows[: count + 1], committed.tokens.astype(mx.int32)
+            state.written = count
+            return
+        state.written = 0
         if state.hidden.shape[0] > MAX_VERIFY_ROWS:
-            count = state.following.size
-            self._complete([(state, self._pre_attention(state, state.following).context_rows, count)])
+            self._complete_all(state)
             mx.async_eval(self.pool.data)
         known = committed.tokens if state.hidden.shape[0] else committed.tokens[1:]
         hidden = mx.concatenate([state.hidden, self.forward.features(committed.aux_hidden_states)])
@@ -178,13 +209,90 @@ class ChainDrafter:
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
         for request in requests:
-            if not 1 <= request.count <= self.max_draft:
-                raise RequestError(
-                    f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
-                )
+            self._check(request.count)
+            request.state.settle()
         ready = [request for request in requests if request.state.hidden.shape[0]]
         drafts = iter(self._chains(ready) if ready else [])
         return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
+
+    def propose_ahead(self, state: ChainState, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
+        """Draft after rows that the host has not read, see ``DraftsAhead``.
+
+        Keys and values of all of them are written after the context; those of rejected rows are never seen.
+        """
+        self._check(count)
+        state.settle()
+        if not state.hidden.shape[0]:
+            return None
+        self._complete_all(state)
+        tree = unread.tree
+        begin = self._graphs.of(("begin ahead", tree), partial(self._enter_ahead, tree))
+        first = mx.array([state.first], dtype=mx.int32)
+        inputs, chosen, rows, hidden = begin(
+            unread.tokens[:1], state.hidden, unread.aux_hidden_states, unread.outcome, first
+        )
+        state.context.write_ahead(rows)
+        numbers = packed([state.context], [state.first])
+        noise = rule.noise(unread.position + 2, tree.num_rows - 1 + count, self.candidates)
+        graph = self._graphs.of(("ahead", tree, count, rule.way), partial(self._pass_ahead, tree, count, rule))
+        steps = [Step(*step) for step in graph(inputs, chosen, numbers, self.pool.data, noise, unread.outcome)]
+        return Ahead(draft_of(steps, 0), hidden)
+
+    def _check(self, count: int) -> None:
+        if not 1 <= count <= self.max_draft:
+            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
+
+    def _enter_ahead(
+        self,
+        tree: Tree,
+        anchor: mx.array,
+        pending: mx.array,
+        aux_hidden_states: mx.array,
+        outcome: mx.array,
+        first: mx.array,
+    ) -> tuple[AttentionInputs, mx.array, mx.array, mx.array]:
+        """Run the pending row and the rows of a tree up to attention, in the order of the accepted path.
+
+        anchor: int32 [1], the token after the pending row.
+        pending: [1, H], its hidden state.
+        aux_hidden_states: [R, T * H], of the tree's rows.
+        outcome: see ``AcceptRule.accept``.
+        first: int32 [1], position of the pending row.
+        Returns the newest accepted row, its hidden state, the context rows of all rows before the last, and the
+        hidden states of all [R + 1, H].
+        """
+        became = Outcome.of(tree, outcome)
+        hidden = mx.concatenate([pending, self.forward.features(became.rows(aux_hidden_states))])
+        following = mx.concatenate([anchor, became.emitted])
+        positions = first + mx.arange(tree.num_rows + 1, dtype=mx.int32)
+        inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
+        newest = became.accepted + 1
+        return inputs.select(newest), hidden[newest], inputs.context_rows[: tree.num_rows], hidden
+
+    def _pass_ahead(
+        self,
+        tree: Tree,
+        count: int,
+        rule: DraftRule,
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        numbers: mx.array,
+        pool: mx.array,
+        noise: mx.array | None,
+        outcome: mx.array,
+    ) -> list["Step"]:
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+
+        numbers: as there, of the context before the tree's rows, with the position of the pending row.
+        noise: of all positions that may come.
+        outcome: see ``AcceptRule.accept``.
+        """
+        (first,), pages = unpacked(numbers, 1, 1)
+        became = Outcome.of(tree, outcome)
+        after = became.accepted + 1
+        pages = ContextPages(pages.pages, pages.lengths + after)
+        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
+        return self._draft(count, [rule], AttentionInputs(*inputs), hidden, first + after, pages, pool, noises)
 
     def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         states, rules = [request.state for request in requests], [request.rule for request in requests]
@@ -218,8 +326,20 @@ class ChainDrafter:
         pool: see ``PagePool.data``.
         noises: of the rules, see ``DraftRule.noise``.
         """
-        inputs = AttentionInputs(*inputs)
         (first,), pages = unpacked(numbers, len(rules), 1)
+        return self._draft(count, rules, AttentionInputs(*inputs), hidden, first, pages, pool, noises)
+
+    def _draft(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        first: mx.array,
+        pages: ContextPages,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> list["Step"]:
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
         for index in range(count):
             if index:
@@ -278,6 +398,7 @@ class ChainDrafter:
         successor may change, so the target has to run it again. Where the window before that row is not held
         either, the context begins again, a window earlier.
         """
+        state.written = 0
         # An interrupted round may have moved rows to the context that are still pending.
         state.context.rewind(state.first)
         if position < state.position:
@@ -302,9 +423,12 @@ class ChainDrafter:
         """
         append_to([(state.context, state.first, rows) for state, rows, _ in moved])
         for state, _, count in moved:
-            # One statement, so that an interruption finds the three at the same position.
-            pending = state.hidden[count:], state.following[count:], state.first + count
-            state.hidden, state.following, state.first = pending
+            state.move(count)
+
+    def _complete_all(self, state: ChainState) -> None:
+        """Move all pending rows of a state but the newest to its context."""
+        if count := state.following.size:
+            self._complete([(state, self._pre_attention(state, state.following).context_rows, count)])
 
     def _attend(self, pool: mx.array, context: ContextPages, queries: mx.array, keys_values: mx.array) -> mx.array:
         """Attend from the rows of N chains to their contexts and to each other.

@@ -72,6 +72,15 @@ class ContextKV:
         """Append rows [n, layers, 2, KV, D], the first at ``position``, see ``append_to``."""
         append_to([(self, position, rows)])
 
+    def write_ahead(self, rows: mx.array) -> None:
+        """Write rows [n, layers, 2, KV, D] after the cursor, which stays where it is until ``advance``."""
+        self._held.write_ahead(rows)
+
+    def advance(self, count: int) -> None:
+        """Make the first ``count`` rows of ``write_ahead`` part of the context."""
+        self._held.advance(count)
+        self._drop_unreachable_pages()
+
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position at or after the cursor changes nothing.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, kv_sides, topk_rows
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule
+from mlx_spec.drafters.base import Ahead, Committed, Draft, DraftRequest, DraftRule, Outcome, Unread
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.forward import BlockForward, BlockLayer
@@ -18,6 +18,7 @@ from mlx_spec.drafters.dflash2.selector import Walked, gather_candidates, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, ContextPages, context_pool, packed, unpacked
+from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
@@ -34,6 +35,17 @@ class Drafted(NamedTuple):
     candidates: mx.array
     walked: Walked
     finite: dict[str, mx.array]
+
+    def of(self, n: int, count: int) -> Draft:
+        """Return the first ``count`` tokens of block n."""
+        tokens, ranks, probabilities = self.walked
+        return Draft(
+            tokens[n, :count],
+            self.candidates[n, :count],
+            None if (drawn := probabilities[n]) is None else drawn[:count],
+            {stage: flags[n] for stage, flags in self.finite.items()},
+            ranks[n, :count],
+        )
 
 
 class DFlash2Drafter:
@@ -73,6 +85,7 @@ class DFlash2Drafter:
             state.check(rows.position)
         for state, rows in updates:
             state.add(rows.position, rows.aux_hidden_states)
+            state.written = rows.tokens.size if rows.ahead is not None else 0
         many = [state for state, _ in updates if state.waiting_rows > MAX_VERIFY_ROWS]
         if many:
             # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
@@ -85,10 +98,7 @@ class DFlash2Drafter:
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
         for request in requests:
-            if not 1 <= request.count <= self.max_draft:
-                raise RequestError(
-                    f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
-                )
+            self._check(request.count)
         most = max((request.count for request in requests), default=0)
         if not most:
             return []
@@ -103,17 +113,62 @@ class DFlash2Drafter:
         ways = tuple(rule.way for rule in rules)
         graph = self._graphs.of((most, ways), partial(self._pass, most, rules))
         drafted = Drafted(*graph(numbers, self.pool.data, noises))
-        walked = Walked(*drafted.walked)
-        return [
-            Draft(
-                walked.tokens[n, : request.count],
-                drafted.candidates[n, : request.count],
-                None if (drawn := walked.probabilities[n]) is None else drawn[: request.count],
-                {stage: flags[n] for stage, flags in drafted.finite.items()},
-                walked.ranks[n, : request.count],
-            )
-            for n, request in enumerate(requests)
-        ]
+        return [drafted.of(n, request.count) for n, request in enumerate(requests)]
+
+    def propose_ahead(self, state: BlockState, count: int, rule: DraftRule, unread: Unread) -> Ahead:
+        """Draft after rows that the host has not read, see ``DraftsAhead``.
+
+        Keys and values of all of them are written after the context; those of rejected rows are never seen.
+        """
+        self._check(count)
+        self.writer.write([state])
+        features, most = unread.aux_hidden_states, unread.tree.num_rows
+        first = mx.array([state.position], dtype=mx.int32)
+        write = self._graphs.of(("ahead", unread.tree), partial(self._project_ahead, unread.tree))
+        state.context.write_ahead(write(features, first, unread.outcome))
+        numbers = packed([state.context], [0], [state.position])
+        noise = rule.noise(state.position + 2, most - 1 + count, self.config.selector_top_k)
+        graph = self._graphs.of(
+            (unread.tree, count, rule.way), partial(self._pass_ahead, unread.tree, count, rule)
+        )
+        return Ahead(Drafted(*graph(numbers, self.pool.data, noise, unread.outcome)).of(0, count))
+
+    def _check(self, count: int) -> None:
+        if not 1 <= count <= self.max_draft:
+            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
+
+    def _project_ahead(self, tree: Tree, features: mx.array, first: mx.array, outcome: mx.array) -> mx.array:
+        """Return context rows of the rows of a tree, in the order of the accepted path.
+
+        features: [R, T * H].
+        first: int32 [1], position of the anchor.
+        outcome: see ``AcceptRule.accept``.
+        """
+        positions = first + mx.arange(tree.num_rows, dtype=mx.int32)
+        return self.writer.project(Outcome.of(tree, outcome).rows(features), positions)
+
+    def _pass_ahead(
+        self,
+        tree: Tree,
+        count: int,
+        rule: DraftRule,
+        numbers: mx.array,
+        pool: mx.array,
+        noise: mx.array | None,
+        outcome: mx.array,
+    ) -> Drafted:
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+
+        numbers: as there, of the context before the tree's rows, with its anchor's position.
+        noise: of all positions that may come.
+        outcome: see ``AcceptRule.accept``.
+        """
+        (_, positions), pages = unpacked(numbers, 1, 2)
+        became = Outcome.of(tree, outcome)
+        after = became.accepted + 1
+        pages = ContextPages(pages.pages, pages.lengths + after)
+        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
+        return self._draft(count, [rule], became.following, positions + after, pages, pool, noises)
 
     def _pass(
         self,
@@ -131,6 +186,18 @@ class DFlash2Drafter:
         noises: of the rules, see ``DraftRule.noise``.
         """
         (anchors, positions), pages = unpacked(numbers, len(rules), 2)
+        return self._draft(count, rules, anchors, positions, pages, pool, noises)
+
+    def _draft(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        anchors: mx.array,
+        positions: mx.array,
+        pages: ContextPages,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> Drafted:
         hidden = self._block(anchors, positions, pages, pool, count + 1)[:, 1:]
         logits = self._head(hidden)
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)

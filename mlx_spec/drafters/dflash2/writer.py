@@ -21,10 +21,12 @@ class BlockState:
     context: keys and values of committed rows.
     waiting: features [n, T * H] of the rows after these, whose keys and values are not written yet. A draft writes
         all of them at once, so rounds without one cost next to nothing.
+    written: how many of these rows lie after the context's cursor already, see ``ContextKV.write_ahead``.
     """
 
     context: ContextKV
     waiting: list[mx.array] = field(default_factory=list)
+    written: int = 0
 
     @property
     def position(self) -> int:
@@ -42,7 +44,7 @@ class BlockState:
 
     def free(self) -> None:
         """Give the pages of the context back."""
-        self.waiting = []
+        self.waiting, self.written = [], 0
         self.context.free()
 
     def check(self, position: int) -> None:
@@ -60,12 +62,20 @@ class BlockState:
         self.check(position)
         self.waiting.append(features)
 
+    def settle(self) -> bool:
+        """Make what waits part of the context where all of it is written, and say whether nothing waits then."""
+        if self.waiting and self.written == self.waiting_rows:
+            self.context.advance(self.written)
+            self.waiting = []
+        self.written = 0
+        return not self.waiting
+
     def rewind(self, position: int) -> None:
         """Forget rows from ``position`` on.
 
         Raises PositionError, with nothing changed, when the window before them is lost; see ``ContextKV.rewind``.
         """
-        keep = position - self.context.cursor
+        keep, self.written = position - self.context.cursor, 0
         if keep <= 0:
             self.context.rewind(position)
             self.waiting = []
@@ -92,7 +102,7 @@ class ContextWriter:
 
     def write(self, states: Sequence[BlockState]) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
-        due = [state for state in states if state.waiting]
+        due = [state for state in states if not state.settle()]
         if not due:
             return
         for state in due:
