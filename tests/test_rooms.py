@@ -34,7 +34,7 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.diagnose": "rows wiring",
     },
     {
-        "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
+        "mlx_spec.drafters": "base chain draft_head forced kind kv siblings tree wiring",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load selector tensors writer",
         "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",

@@ -122,6 +122,10 @@ class Place:
         is_end = state.is_stopped() and self.end_tokens.issuperset(refused)
         return replace(self, state=state) if is_end or not refused else None
 
+    def forced(self) -> list[int]:
+        """Return the tokens that come next whatever is chosen, as far as llguidance knows them."""
+        return [] if self.mark is not None else list(self.state.deep_copy().compute_ff_tokens())
+
     def at_rows(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
         """Return the place of each row of a tree of drafts, None after a draft that is refused."""
         places: list[Place | None] = [self]

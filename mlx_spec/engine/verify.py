@@ -38,7 +38,7 @@ Errors = dict[Generation, Exception]
 class Drafted:
     """A generation's part of a pass: its anchor, and the draft that follows it.
 
-    was_known: whether the drafter remembered the sequence, and so could draft.
+    was_known: whether the drafter remembered the sequence, and so could draft all of it.
     """
 
     generation: Generation

@@ -163,6 +163,57 @@ def test_what_is_accepted_under_a_grammar_counts_as_ever() -> None:
     assert reason == "stop" and generation.statistics.rounds == -(-len(expected) // 8)
 
 
+FORCED = Grammar.regex("(the name is|the size is)( of the| in the)[a-z]{0,9}[0-9]{2}")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_forced_tokens_are_drafted_without_a_drafter(sampling: Sampling) -> None:
+    """And in front of a drafter's; plain decoding stays plain."""
+    target = trained()[0].target
+    request = request_of(FORCED, sampling)
+    expected = plainly(request)
+    text = [*request.prompt, *(token for token, _, _ in expected[0])]
+    for engine, depth in (
+        (Engine(target), None),
+        (trained()[0], 3),
+        (trained()[0], "adaptive"),
+        (Engine(target, ScriptedDrafter(target, text, always_wrong)), 7),
+    ):
+        generation, found = engine.start(replace(request, num_draft_tokens=depth)), list[Any]()
+        while generation.finish_reason is None:
+            policy, drafted = str(vars(generation.policy)), sum(generation.statistics.drafted)
+            forced = generation.place.forced() if generation.is_read else []
+            done = engine.step(generation).checked()
+            found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
+            if forced:
+                # A policy learns nothing from what its drafter did not draft.
+                assert sum(generation.statistics.drafted) > drafted and str(vars(generation.policy)) == policy
+        engine.close(generation)
+        assert (found, generation.finish_reason) == expected
+        assert generation.statistics.rounds < len(found) and sum(generation.statistics.accepted) > 3
+        assert len(generation.statistics.drafted) <= (depth if isinstance(depth, int) else 15)
+    plain = trained()[0].start(replace(request, num_draft_tokens=0))
+    assert len(trained()[0].step(plain).tokens) == 1 and plain.statistics.drafted == []
+    trained()[0].close(plain)
+
+
+def test_forced_tokens_of_several_sequences_and_at_the_end_of_the_room() -> None:
+    engine = Engine(trained()[0].target)
+    requests = [request_of(FORCED, max_tokens=most) for most in (2, 5, 60)]
+    running = [engine.start(request) for request in requests]
+    while any(generation.finish_reason is None for generation in running):
+        for done in engine.step(running):
+            done.checked()
+    for generation in running:
+        engine.close(generation)
+    for request, generation in zip(requests, running, strict=True):
+        expected, reason = plainly(request)
+        assert generation.tokens[len(request.prompt) :] == [token for token, _, _ in expected]
+        assert generation.finish_reason == reason
+        alone, _ = emitted_by(engine, request)
+        assert alone == expected
+
+
 class BrokenDrafter(ScriptedDrafter):
     """Drafts what is no token, and says that its numbers were not finite."""
 
