@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
+from mlx_spec.drafters.base import Ahead, Committed, Draft, Drafter, DraftRequest, DraftRule, DraftsAhead, Unread
 
 
 @dataclass
@@ -42,10 +42,11 @@ class ScriptedAcceptance:
         """
         self.name, self.pool = real.name, real.pool
         self.target_layer_ids, self.max_draft = real.target_layer_ids, real.max_draft
-        self.real = real
+        self.real: Any = real
+        self._is_ahead = isinstance(real, DraftsAhead)
         rng = np.random.default_rng(seed)
-        right = rng.random(len(text) + real.max_draft + 1) < acceptance
-        padded = np.concatenate([np.array(text), np.zeros(real.max_draft + 1, dtype=int)])
+        right = rng.random(len(text) + 2 * real.max_draft + 2) < acceptance
+        padded = np.concatenate([np.array(text), np.zeros(2 * real.max_draft + 2, dtype=int)])
         # -1 where the drafter errs: there its own token stays, which is right by chance only.
         self._text = mx.array(np.where(right, padded, -1), dtype=mx.int32)
         mx.eval(self._text)
@@ -63,16 +64,27 @@ class ScriptedAcceptance:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft with the real drafter, and correct what the script says."""
         drafts = self.real.propose([replace(request, state=request.state.real) for request in requests])
+        firsts = [request.state.position + 1 for request in requests]
         return [
-            self._corrected(draft, request.state.position + 1)
-            for draft, request in zip(drafts, requests, strict=True)
+            corrected(draft, self._text[first : first + draft.tokens.size])
+            for draft, first in zip(drafts, firsts, strict=True)
         ]
+
+    def propose_ahead(self, state: ScriptedState, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
+        """Draft before the host has read a round, where the real drafter can, see ``DraftsAhead``."""
+        made = self.real.propose_ahead(state.real, count, rule, unread) if self._is_ahead else None
+        if made is None:
+            return None
+        accepted = unread.tree.depth_of(unread.outcome[unread.tree.num_rows - 1])
+        right = self._text[unread.position + 2 + accepted + mx.arange(count)]
+        return replace(made, draft=corrected(made.draft, right))
 
     def rewind(self, state: ScriptedState, position: int) -> int:
         """Forget rows, see ``Drafter``."""
         state.position = self.real.rewind(state.real, position)
         return state.position
 
-    def _corrected(self, draft: Draft, position: int) -> Draft:
-        right = self._text[position : position + draft.tokens.size]
-        return replace(draft, tokens=mx.where(right < 0, draft.tokens, right))
+
+def corrected(draft: Draft, right: mx.array) -> Draft:
+    """Return a draft with the right tokens [k] int32, but for its own where these are negative."""
+    return replace(draft, tokens=mx.where(right < 0, draft.tokens, right))
