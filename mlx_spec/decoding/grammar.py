@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise, takewhile
 from textwrap import shorten
 from types import ModuleType
 from typing import Any, Literal
@@ -126,14 +127,53 @@ class Place:
         """Return the tokens that come next whatever is chosen, as far as llguidance knows them."""
         return [] if self.mark is not None else list(self.state.deep_copy().compute_ff_tokens())
 
-    def at_rows(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
-        """Return the place of each row of a tree of drafts, None after a draft that is refused."""
-        places: list[Place | None] = [self]
-        for parent, draft in zip(tree.parents, drafts, strict=True):
-            before = places[parent]
+    def runs(self, drafts: Sequence[int], tree: Tree) -> list["Run"]:
+        """Return the rows of a tree of drafts at which the grammar rules, as runs. There is one of a chain.
+
+        Rows after a draft that is refused, or ends the text, belong to none: nothing comes of them.
+        """
+        firsts = [0, *(row for row, parent in enumerate(tree.parents, 1) if parent != row - 1), tree.num_rows]
+        found = []
+        for row, end in pairwise(firsts):
+            path = [drafts[each - 1] for each in tree.paths[row][1:]]
             # A drafter whose numbers are not finite may draft anything, even what is no token.
-            places.append(None if before is None or draft < 0 else before.after([draft]))
-        return places
+            place = self if not path else self.after(path) if min(path) >= 0 else None
+            following = drafts[row : end - 1]
+            if place is not None and place.mark in following:
+                begun = following.index(place.mark) + 1
+                place, row, following = replace(place, mark=None), row + begun, following[begun:]
+            if place is not None and place.mark is None:
+                going_on = takewhile(lambda draft: draft >= 0 and draft not in self.end_tokens, following)
+                found.append(Run(place, row, list(going_on)))
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a sequence that follow each other.
+
+    place: of the first one.
+    row: its number among the rows of the sequence.
+    drafts: the tokens of the others.
+    """
+
+    place: Place
+    row: int
+    drafts: list[int]
+
+    def fill_one_by_one(self, bits: np.ndarray, leaves_some: np.ndarray) -> None:
+        """Fill in what may come at these rows: words [n, W], and whether anything may, [n]."""
+        place: Place | None = self.place
+        for index in range(len(self.drafts) + 1):
+            if index and place is not None:
+                place = place.after(self.drafts[index - 1 : index])
+            bits[index] = 2**BITS - 1
+            if place is not None:
+                state = place.state.deep_copy()
+                state.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits[index].nbytes)
+                # A grammar that got too complex allows the end tokens; the text would end in its middle.
+                if state.is_error():
+                    bits[index], leaves_some[index] = 0, False
 
 
 @dataclass(frozen=True)
@@ -148,26 +188,40 @@ class AllowedTokens:
     leaves_some: np.ndarray
 
 
-def allowed_tokens(places: Sequence[Place | None]) -> AllowedTokens | None:
-    """Return what the grammars of all rows of a pass allow; None where that is everything at every row.
+def allowed_tokens(runs: Sequence[tuple[int, Run]], num_rows: int) -> AllowedTokens | None:
+    """Return what grammars allow at the rows of a pass; None where that is everything at every row.
 
-    places: of each row. At one that is None everything may come: the sequence has no grammar, or follows a draft
-        that is refused itself, so that nothing comes of it.
-    The rows are computed in parallel, outside Python's lock.
+    runs: with the number of each one's first row among the ``num_rows`` of the pass. At other rows everything may
+        come.
+    The runs are computed in parallel, outside Python's lock.
     """
-    ruled = [(place, row) for row, place in enumerate(places) if place is not None and place.mark is None]
-    if not ruled:
+    if not runs:
         return None
-    words = -(-ruled[0][0].vocab_size // BITS)
-    bits, leaves_some = np.full((len(places), words), np.uint32(2**BITS - 1)), np.ones(len(places), dtype=bool)
-    # Copies, because another row, or another thread, may stand at the same place.
-    states = [(place.state.deep_copy(), row) for place, row in ruled]
-    executor().unsafe_compute_mask_ptr(states, bits.ctypes.data, words * bits.itemsize, len(places))
-    for state, row in states:
-        # A grammar that got too complex allows the end tokens; the text would end in its middle.
+    words = -(-runs[0][1].place.vocab_size // BITS)
+    bits, leaves_some = np.full((num_rows, words), np.uint32(2**BITS - 1)), np.ones(num_rows, dtype=bool)
+    # Copies, because another run, or another thread, may begin at the same place.
+    states = [run.place.state.deep_copy() for _, run in runs]
+    fill(bits, [(state, first, run.drafts) for state, (first, run) in zip(states, runs, strict=True)])
+    for state, (first, run) in zip(states, runs, strict=True):
         if state.is_error():
-            bits[row], leaves_some[row] = 0, False
+            rows = slice(first, first + len(run.drafts) + 1)
+            run.fill_one_by_one(bits[rows], leaves_some[rows])
     return AllowedTokens(bits, leaves_some)
+
+
+def fill(bits: np.ndarray, runs: Sequence[tuple[Any, int, list[int]]]) -> None:
+    """Let llguidance write what may come after states, and after the drafts that follow each.
+
+    runs: (state, row, drafts).
+    """
+    shape = bits.ctypes.data, bits.itemsize * bits.shape[1], bits.shape[0]
+    alone = [(state, row) for state, row, drafts in runs if not drafts]
+    if len(runs) == len(alone) == 1:  # needs no other thread
+        alone[0][0].unsafe_compute_mask_ptr(bits[alone[0][1]].ctypes.data, shape[1])
+    elif alone:
+        executor().unsafe_compute_mask_ptr(alone, *shape)
+    if followed := [run for run in runs if run[2]]:
+        executor().unsafe_compute_mask_ptr_with_draft_token(followed, *shape)
 
 
 @cache

@@ -11,7 +11,7 @@ import numpy as np
 
 from metal_kernels import argmax_rows, mask_rows
 from mlx_spec.decoding.accept import VerifiedRows
-from mlx_spec.decoding.grammar import Place, allowed_tokens
+from mlx_spec.decoding.grammar import Run, allowed_tokens
 from mlx_spec.decoding.logprobs import RowLogprobs
 from mlx_spec.drafters.base import Draft
 from mlx_spec.drafters.tree import Tree
@@ -93,7 +93,7 @@ class Rows:
     finite: bool [k + 1], whether they are, and leave a token to choose by the grammar.
     processed, scores: [k + 1, V], see Sampling.
     choosable: [k + 1, V], from whose finite rows a token can be taken.
-    places: of each row in the grammar, see ``allowed_tokens``.
+    runs: the rows at which a grammar rules.
     """
 
     drafted: Drafted
@@ -102,7 +102,7 @@ class Rows:
     processed: mx.array
     scores: mx.array
     choosable: mx.array
-    places: Sequence[Place | None] = ()
+    runs: Sequence[Run] = ()
 
     @property
     def generation(self) -> Generation:
@@ -148,14 +148,13 @@ def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, e
 
 
 def process(rows: Rows) -> Rows:
-    """Apply a request's bias, penalties and processors, and find the place of each row in its grammar."""
+    """Apply a request's bias, penalties and processors, and find the rows at which its grammar rules."""
     generation, drafted = rows.generation, rows.drafted
     sampling, tree, drafts = generation.request.sampling, drafted.tree, drafted.draft.tokens
     processed = sampling.processed(rows.logits, generation.tokens, drafts, tree)
-    places: Sequence[Place | None] = [None] * tree.num_rows
-    if generation.place is not None:
-        places = generation.place.at_rows(np.array(drafts).tolist(), tree)
-    return replace(rows, processed=processed, scores=processed, places=places)
+    place = generation.place
+    runs = [] if place is None else place.runs(np.array(drafts).tolist(), tree)
+    return replace(rows, processed=processed, scores=processed, runs=runs)
 
 
 def without_forbidden(every: Sequence[Rows], whole: mx.array | None) -> tuple[Sequence[Rows], mx.array | None]:
@@ -164,13 +163,15 @@ def without_forbidden(every: Sequence[Rows], whole: mx.array | None) -> tuple[Se
     whole: [R, V], where it holds the rows of all.
     Returns the rows, and what holds those of all.
     """
-    allowed = allowed_tokens([place for rows in every for place in rows.places])
+    *starts, num_rows = accumulate((rows.drafted.tree.num_rows for rows in every), initial=0)
+    runs = [(start + run.row, run) for start, rows in zip(starts, every, strict=True) for run in rows.runs]
+    allowed = allowed_tokens(runs, num_rows)
     if allowed is None:
         return every, whole
     drafted, bits = [rows.drafted for rows in every], mx.array(allowed.bits)
     if whole is None:
         parts = zip(every, split(drafted, bits), strict=True)
-        masked = [mask_rows(rows.processed, bits) if any(rows.places) else rows.processed for rows, bits in parts]
+        masked = [mask_rows(rows.processed, bits) if rows.runs else rows.processed for rows, bits in parts]
     else:
         whole = mask_rows(whole, bits)
         masked = split(drafted, whole)

@@ -25,7 +25,7 @@ from scripted_drafters import (
 )
 
 from mlx_spec import Grammar, Sampling, generate, load, stream_generate
-from mlx_spec.decoding.grammar import Place
+from mlx_spec.decoding.grammar import Place, Run
 from mlx_spec.drafters.base import Draft
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import NonFiniteError, RequestError
@@ -376,19 +376,19 @@ def test_the_host_waits_for_drafts_while_the_pass_runs(monkeypatch: pytest.Monke
     """The logits are queued before a grammar reads the drafts; without a grammar nothing is queued or read."""
     engine, _ = trained()
     events = list[str]()
-    queue, at_rows = mx.async_eval, Place.at_rows
+    queue, runs = mx.async_eval, Place.runs
 
     def queued(*arrays: Any) -> None:
         if any(isinstance(each, mx.array) and each.shape[-1:] == (engine.target.vocab_size,) for each in arrays):
             events.append("logits")
         queue(*arrays)
 
-    def seen(*args: Any) -> list[Place | None]:
+    def seen(*args: Any) -> list[Run]:
         events.append("mask")
-        return at_rows(*args)
+        return runs(*args)
 
     monkeypatch.setattr("mlx_spec.engine.round.mx.async_eval", queued)
-    monkeypatch.setattr("mlx_spec.decoding.grammar.Place.at_rows", seen)
+    monkeypatch.setattr("mlx_spec.decoding.grammar.Place.runs", seen)
     for grammar, expected in ((GRAMMARS["schema"], ["logits", "mask"]), (None, [])):
         generation = engine.start(request_of(grammar, num_draft_tokens=3, logprobs=False, top_logprobs=0))
         engine.read(generation)
