@@ -51,7 +51,8 @@ LEVELS: list[dict[str, str]] = [
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
         "gather_rows gemm_rows limits linear linear_rows logprob_rows mask_rows moe_rows norm_rope qmm_rows "
-        "rms_norm_rows rope row_products row_spans topk_rows",
+        "rms_norm_rows rope row_products row_spans stack_rows "
+        "topk_rows walk_rows",
     },
     {
         "metal_kernels.launching": "cache_folder constants cores cpu_build cpu_library cuda_dialect "

@@ -70,9 +70,16 @@ class Greedy:
     def noise(self, position: int, count: int, candidates: int) -> None:
         """Return nothing."""
 
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank by score."""
+        return scores.astype(mx.float32)
+
+    def probabilities(self, scores: mx.array) -> None:
+        """Return nothing: nothing is drawn."""
+
     def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
         """Take the best candidate."""
-        return best(ids, scores.astype(mx.float32))
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Return the scores: there is no noise."""
@@ -100,10 +107,17 @@ class Coupled:
         """Return the target's noise."""
         return mx.stack([self._noise(position + i) for i in range(count)])
 
-    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
-        """Draw with the target's noise at the candidates: likely the token that the target will draw."""
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank with the target's noise at the candidates."""
         assert noise is not None
-        return best(ids, scores.astype(mx.float32) / self.temp + noise[ids])
+        return scores.astype(mx.float32) / self.temp + mx.take_along_axis(noise, ids, axis=-1)
+
+    def probabilities(self, scores: mx.array) -> None:
+        """Return nothing: the noise decides, whatever was drafted."""
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw with the target's noise: likely the token that the target will draw."""
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Add the noise of each row's position."""
@@ -142,11 +156,18 @@ class Rejection:
         positions = range(position, position + count)
         return mx.stack([noise.gumbel(self.seed, at, noise.DRAFT, candidates) for at in positions])
 
-    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
-        """Draw from the draft distribution and return it; next in rank are draws without replacement."""
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank with noise of the draft's own: next in rank are draws without replacement."""
         assert noise is not None
-        logits = scores.astype(mx.float32) / self.temp
-        return best(ids, logits + noise, mx.softmax(logits))
+        return scores.astype(mx.float32) / self.temp + noise
+
+    def probabilities(self, scores: mx.array) -> mx.array:
+        """Return the draft distribution."""
+        return mx.softmax(scores.astype(mx.float32) / self.temp, axis=-1)
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw from the draft distribution."""
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
         """Return nothing: what is emitted depends on what was drafted."""
@@ -201,9 +222,10 @@ class Rejection:
         return mx.random.uniform(key=noise.key(self.seed, position, noise.ACCEPT + turn))
 
 
-def best(ids: mx.array, ranks: mx.array, probabilities: mx.array | None = None) -> Drawn:
-    """Return the candidate that ranks first."""
-    return Drawn(ids[mx.argmax(ranks)].astype(mx.int32), ranks, probabilities)
+def drawn_by(rule: DraftRule, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+    """Return the candidate that ranks first by a rule."""
+    ranks = rule.ranks(ids, scores, noise)
+    return Drawn(ids[mx.argmax(ranks)].astype(mx.int32), ranks, rule.probabilities(scores))
 
 
 def equal_drafts(draft: Draft, verified: VerifiedRows) -> mx.array:

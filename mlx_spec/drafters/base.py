@@ -43,6 +43,19 @@ class DraftRule(Protocol):
         """
         ...
 
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Return values of candidates, float32 [..., K], of which the largest is drawn.
+
+        ids: int32 [..., K].
+        scores: [..., K].
+        noise: of their positions, see ``noise``: [..., V or candidates].
+        """
+        ...
+
+    def probabilities(self, scores: mx.array) -> mx.array | None:
+        """Return the distribution that is drawn from, float32 [..., K], where it is needed later."""
+        ...
+
     def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
         """Draw one of the candidates ids [K] int32 with scores [K], lazily.
 

@@ -16,6 +16,7 @@ from metal_kernels import (
     ints,
     is_traceable,
     linear_rows,
+    stack_rows,
 )
 from mlx_spec.errors import ContextFull, PositionError, RequestError
 from mlx_spec.target.batch_layout import (
@@ -308,7 +309,7 @@ class Target:
         hidden = outputs[self.num_layers] = self.norm(x)
         requested = [outputs[layer] for layer in target_layer_ids]
         aux_hidden_states = mx.concatenate(requested, axis=-1) if requested else hidden[:, :0]
-        return hidden, aux_hidden_states, mx.stack(kv).transpose(2, 0, 1, 3, 4), states
+        return hidden, aux_hidden_states, stack_rows(kv), states
 
 
 def read_layers(decoder: Any, family: Family, args: Any, settings: ModelConfig, name: str) -> list[Layer]:

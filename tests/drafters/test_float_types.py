@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from emulator import launcher
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -53,10 +54,6 @@ def write(kind: str, folder: Path, dtype: mx.Dtype, **changes: mx.array) -> Path
     return write_drafter(folder, dflash2_config(), random_tensors(dflash2_config(), dtype=dtype) | changes)
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
-
-
 def prompt_features(layers: int = 3) -> mx.array:
     """Return random features of a prompt in float16, of so many layers."""
     return mx.random.normal((PROMPT, 64 * layers), key=mx.random.key(1)).astype(mx.float16)
@@ -96,7 +93,7 @@ def check_against_oracle(folder: Path, config: dict[str, Any], tensors: Tensors)
     state, features = commit(drafter)
     oracle = oracle_for(config, tensors, target, features)
     assert_near(block(drafter, state, ANCHOR, ROWS), oracle.hidden(ANCHOR, ROWS))
-    draft = propose(drafter, state, ANCHOR, drafter.max_draft, greedy)
+    draft = propose(drafter, state, ANCHOR, drafter.max_draft, GREEDY)
     assert all(bool(flag.item()) for flag in draft.finite.values())
     return oracle
 
@@ -108,7 +105,7 @@ def test_a_drafter_takes_a_float16_targets_type(kind: str, dtype: mx.Dtype, chos
     drafter = LOADERS[kind](write(kind, tmp_path, dtype), target, "tiny")
     assert drafter.pool.data.dtype == mx.float16
     state, _ = commit(drafter)
-    draft = propose(drafter, state, ANCHOR, 5, greedy)
+    draft = propose(drafter, state, ANCHOR, 5, GREEDY)
     assert draft.tokens.size == 5
     assert all(bool(flag.item()) for flag in draft.finite.values())
 

@@ -17,8 +17,7 @@ def walk_on_host(
     noises: Sequence[mx.array | None],
 ) -> Walked:
     """Choose a candidate for each row of each block; arguments and result are those of ``walk``."""
-    ids, unary = np.array(candidates.ids), np.array(candidates.unary)
-    gates, successors = np.array(candidates.gates), np.array(candidates.successors)
+    ids, unary, gates = np.array(candidates.ids), np.array(candidates.unary), np.array(candidates.gates)
     paths: list[list[Drawn]] = []
     for n, rule in enumerate(rules):
         previous, path = int(anchors[n].item()), list[Drawn]()
@@ -26,7 +25,8 @@ def walk_on_host(
             scores, noise = unary[n, t], noises[n]
             if selector is not None:
                 row = np.array(selector.predecessor_codebook(mx.array([previous]))[0].astype(mx.float32))
-                scores = scores + successors[n, t] @ (row * gates[n, t])
+                successors = np.array(selector.successor_codebook(mx.array(ids[n, t])).astype(mx.float32))
+                scores = scores + successors @ (row * gates[n, t])
             path.append(rule.draw(mx.array(ids[n, t]), mx.array(scores), None if noise is None else noise[t]))
             previous = int(path[-1].token.item())
         paths.append(path)

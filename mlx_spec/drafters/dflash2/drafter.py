@@ -14,7 +14,7 @@ from mlx_spec.drafters.base import Ahead, Committed, Draft, DraftRequest, DraftR
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.forward import BlockForward, BlockLayer
-from mlx_spec.drafters.dflash2.selector import Walked, gather_candidates, walk
+from mlx_spec.drafters.dflash2.selector import Candidates, Walked, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, ContextPages, context_pool, packed, unpacked
@@ -22,6 +22,7 @@ from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
+from mlx_spec.target.linears import module_rows
 
 
 class Drafted(NamedTuple):
@@ -203,7 +204,10 @@ class DFlash2Drafter:
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
-        candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
+        gates = mx.zeros((*ids.shape[:2], 0))
+        if selector is not None:
+            gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
+        candidates = Candidates(ids, self._transform(unary).astype(mx.float32), gates)
         # Of several sequences each has its own flags.
         of_logits = are_finite[None] if len(rules) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
