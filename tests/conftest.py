@@ -7,15 +7,16 @@ import mlx.core as mx
 import pytest
 
 from metal_kernels.launching import cpu_library
-from metal_kernels.launching.cores import usable_cores
+from metal_kernels.launching.cores import VARIABLE, usable_cores
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
     """Compile the CPU library once, before tests choose cache folders of their own."""
-    if cpu_library.missing() is None and (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")):
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         # Several processes that each take all cores wait for each other.
-        cpu_library.set_threads(max(1, usable_cores() // int(workers)))
+        os.environ.setdefault(VARIABLE, str(max(1, usable_cores() // int(workers))))
+    cpu_library.missing()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class GenerationResponse:
     token: its id; None where a text ends in a round that brought no token, because the cache is full: such a last
         response has the rest of the text and the reason.
     logprobs: log-probabilities of all tokens, [V] float32, where they are asked for.
-    from_draft: whether the drafter proposed it.
+    from_draft: whether it was drafted.
     prompt_tokens, prompt_tps: length of the prompt, and tokens a second of reading it.
     generation_tokens, generation_tps: tokens so far, and their rate.
     peak_memory: the most that MLX held so far, in GB.
