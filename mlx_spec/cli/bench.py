@@ -208,7 +208,8 @@ def run_prompt(
     """Generate the reply to one prompt in the chat template."""
     tokens, statistics = [], Statistics()
     for response in stream_generate(engine, tokenizer, prompt_of(tokenizer, item), **options):
-        tokens.append(response.token)
+        if response.token is not None:
+            tokens.append(response.token)
         statistics = response.statistics
     return tokens, statistics
 
