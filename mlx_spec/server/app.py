@@ -1,0 +1,143 @@
+"""The HTTP application: routes, and errors in the shape of the interface that was spoken."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from mlx_spec.server.errors import ApiError, anthropic_error, openai_error
+from mlx_spec.server.guard import Guard
+from mlx_spec.server.openai_chat import ChatBody, ChatWriter, data
+from mlx_spec.server.service import Service
+from mlx_spec.server.settings import Settings
+from mlx_spec.server.streams import event_stream, json_response, unless_gone
+from mlx_spec.server.worker import Worker
+
+
+def make_app(worker: Worker, settings: Settings) -> ASGIApp:
+    """Return the application of a server."""
+    service = Service(worker, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="mlx_spec", lifespan=lifespan, redoc_url=None)
+    add_errors(app, service)
+    add_state(app, service)
+    add_chat(app, service)
+    guarded: ASGIApp = Guard(app, settings, answer_error)
+    if settings.origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+        )
+    return guarded
+
+
+def add_errors(app: FastAPI, service: Service) -> None:
+    """Answer every error in the shape of the interface that was spoken."""
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return answer_error(request.scope, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return answer_error(request.scope, validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return answer_error(request.scope, ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return answer_error(request.scope, service.error_of(error))
+
+
+def answer_error(scope: Any, error: ApiError) -> Response:
+    """Return an error as an answer."""
+    if scope["path"].startswith("/v1/messages"):
+        request_id = f"req_{uuid.uuid4().hex[:24]}"
+        headers = {**error.headers, "request-id": request_id}
+        return json_response(anthropic_error(error, request_id), error.status, headers)
+    return json_response(openai_error(error), error.status, error.headers)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """Return what is wrong with a body, by its first fault."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        at = first["loc"][-1]
+        return ApiError(400, f"The body is no JSON: {first['ctx']['error']} at character {at}.")
+    # Names of types, which pydantic adds where there are several, are no part of the field.
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    param = ".".join(part for part in path if part not in ("body", "int", "float", "str", "bool"))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"There is no option {param}.", param)
+    if not param:
+        return ApiError(400, f"The body must be a JSON object with Content-Type application/json: {first['msg']}.")
+    return ApiError(400, f"{param}: {first['msg']}.", param)
+
+
+def add_state(app: FastAPI, service: Service) -> None:
+    """Say what is served, and how it is."""
+    worker, settings = service.worker, service.settings
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = "wedged" if worker.is_wedged else {"unloaded": "ready"}.get(worker.state, worker.state)
+        value = {"status": status, "model": settings.model_id, "is_loaded": worker.state == "ready"}
+        return json_response(value, 200 if status == "ready" else 503)
+
+    def described() -> dict[str, Any]:
+        context = worker.context
+        return {
+            "id": settings.model_id,
+            "object": "model",
+            "created": created,
+            "owned_by": "mlx_spec",
+            "context_length": context,
+            "max_model_len": context,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [described()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        service.require_model(model)
+        return json_response(described())
+
+
+def add_chat(app: FastAPI, service: Service) -> None:
+    """Serve OpenAI's chat completions."""
+
+    @app.post("/v1/chat/completions")
+    @app.post("/chat/completions", include_in_schema=False)
+    async def chat_completions(request: Request, body: ChatBody) -> Response:
+        run = await service.run(await service.prepare(body.model, body.asked()))
+        writer = ChatWriter(body, run, service.settings.model_id)
+        if not body.stream:
+            return await unless_gone(request, run, writer.whole())
+        return event_stream(
+            writer.stream(),
+            run,
+            service.settings.keepalive_seconds,
+            None,
+            lambda error: data(openai_error(service.error_of(error))),
+        )
