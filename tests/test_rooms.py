@@ -21,8 +21,9 @@ LEVELS: list[dict[str, str]] = [
         "quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "app body chat errors guard job memory openai_chat prefix_store reply run service "
-        "settings streams token_text tools worker",
+        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory openai_chat "
+        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
+        "worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {

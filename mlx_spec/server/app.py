@@ -13,13 +13,32 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from mlx_spec.server.anthropic_messages import PING, CountBody, MessagesBody, MessageWriter, event
+from mlx_spec.server.body import data
 from mlx_spec.server.errors import ApiError, anthropic_error, openai_error
 from mlx_spec.server.guard import Guard
-from mlx_spec.server.openai_chat import ChatBody, ChatWriter, data
+from mlx_spec.server.openai_chat import ChatBody, ChatWriter
+from mlx_spec.server.openai_completions import CompletionBody, CompletionWriter
+from mlx_spec.server.openai_responses import ResponsesBody, ResponseWriter
 from mlx_spec.server.service import Service
 from mlx_spec.server.settings import Settings
 from mlx_spec.server.streams import event_stream, json_response, unless_gone
 from mlx_spec.server.worker import Worker
+
+# For the description of the interface: every route may answer these.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
+    for status, text in {
+        400: "A field cannot be served as asked; the error names it.",
+        401: "The API key is missing or wrong.",
+        403: "The request is not meant for this server.",
+        404: "Another model is asked for.",
+        413: "The body is too large.",
+        422: "Never sent.",
+        429: "Too many requests wait.",
+        503: "The model is being loaded.",
+    }.items()
+}
 
 
 def make_app(worker: Worker, settings: Settings) -> ASGIApp:
@@ -34,7 +53,8 @@ def make_app(worker: Worker, settings: Settings) -> ASGIApp:
     app = FastAPI(title="mlx_spec", lifespan=lifespan, redoc_url=None)
     add_errors(app, service)
     add_state(app, service)
-    add_chat(app, service)
+    add_openai(app, service)
+    add_anthropic(app, service)
     guarded: ASGIApp = Guard(app, settings, answer_error)
     if settings.origins:
         guarded = CORSMiddleware(
@@ -124,20 +144,60 @@ def add_state(app: FastAPI, service: Service) -> None:
         return json_response(described())
 
 
-def add_chat(app: FastAPI, service: Service) -> None:
-    """Serve OpenAI's chat completions."""
+def add_openai(app: FastAPI, service: Service) -> None:
+    """Serve OpenAI's interfaces."""
+    settings = service.settings
 
-    @app.post("/v1/chat/completions")
+    def error_event(error: Exception) -> str:
+        return data(openai_error(service.error_of(error)))
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
     @app.post("/chat/completions", include_in_schema=False)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
-        run = await service.run(await service.prepare(body.model, body.asked()))
-        writer = ChatWriter(body, run, service.settings.model_id)
+        run = service.run(await service.prepare(body.model, body.asked()))
+        writer = ChatWriter(body, run, settings.model_id)
         if not body.stream:
-            return await unless_gone(request, run, writer.whole())
-        return event_stream(
-            writer.stream(),
-            run,
-            service.settings.keepalive_seconds,
-            None,
-            lambda error: data(openai_error(service.error_of(error))),
-        )
+            return await unless_gone(request, [run], writer.whole(), service.error_of)
+        return event_stream(writer.stream(), [run], settings.keepalive_seconds, None, error_event)
+
+    @app.post("/v1/completions", responses=ERRORS)
+    @app.post("/completions", include_in_schema=False)
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        runs = service.run_all([await service.prepare(body.model, asked) for asked in body.asked()])
+        writer = CompletionWriter(body, runs, settings.model_id)
+        if not body.stream:
+            return await unless_gone(request, runs, writer.whole(), service.error_of)
+        return event_stream(writer.stream(), runs, settings.keepalive_seconds, None, error_event)
+
+    @app.post("/v1/responses", responses=ERRORS)
+    @app.post("/responses", include_in_schema=False)
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        run = service.run(await service.prepare(body.model, body.asked()))
+        writer = ResponseWriter(body, run, settings.model_id)
+        if not body.stream:
+            return await unless_gone(request, [run], writer.whole(), service.error_of)
+
+        def failed(error: Exception) -> str:
+            return writer.failed(service.error_of(error))
+
+        return event_stream(writer.stream(), [run], settings.keepalive_seconds, None, failed)
+
+
+def add_anthropic(app: FastAPI, service: Service) -> None:
+    """Serve Anthropic's messages."""
+    settings = service.settings
+
+    def error_event(error: Exception) -> str:
+        return event(anthropic_error(service.error_of(error), f"req_{uuid.uuid4().hex[:24]}"))
+
+    @app.post("/v1/messages", responses=ERRORS)
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        run = service.run(await service.prepare(body.model, body.asked()))
+        writer = MessageWriter(run, settings.model_id)
+        if not body.stream:
+            return await unless_gone(request, [run], writer.whole(), service.error_of)
+        return event_stream(writer.stream(), [run], settings.keepalive_seconds, PING, error_event)
+
+    @app.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(body: CountBody) -> Response:
+        return json_response({"input_tokens": await service.count(body.model, body.asked())})

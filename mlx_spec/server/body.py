@@ -10,6 +10,7 @@ from mlx_spec.decoding.logprobs import MAX_TOP_LOGPROBS
 from mlx_spec.server.errors import bad_request
 from mlx_spec.server.tools import Message, Tool
 
+Json = dict[str, Any]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -52,7 +53,6 @@ class Sampled(Body):
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     num_draft_tokens: NumDraftTokens | None = None
     draft: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def drafts(self) -> int | Literal["adaptive"] | None:
         """Return how many tokens to draft a round."""
@@ -171,14 +171,21 @@ def function_tool(given: Mapping[str, Any], param: str) -> Tool:
     return {"type": "function", "function": {key: given[key] for key in keys if given.get(key) is not None}}
 
 
-def choose_tool(choice: str, tools: Sequence[Tool]) -> str:
-    """Return a choice of tools that can be had. Raises ApiError."""
-    names = [tool["function"]["name"] for tool in tools]
-    if choice == "required" and not names:
+def choice_of_tools(choice: str | None, name: Any, tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return which tools are to be called, for ChatRequest. Raises ApiError.
+
+    choice: "auto", "none" or "required"; None where one tool has a name.
+    """
+    if choice == "required" and not tools:
         raise bad_request("tool_choice is required, but there are no tools.", "tool_choice")
-    if choice not in ("auto", "none", "required", *names):
-        raise bad_request(f"tool_choice names {choice!r}, which is not among the tools.", "tool_choice")
-    return choice
+    if choice is None and name not in [tool["function"]["name"] for tool in tools]:
+        raise bad_request(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
+    return {"tool_choice": choice or "required", "only_tool": name if choice is None else None}
+
+
+def data(value: Json) -> str:
+    """Return an event of a stream."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def require_messages(messages: Sequence[Message], param: str) -> list[Message]:

@@ -25,18 +25,22 @@ class ChatRequest:
 
     messages: for the chat template, each with text as its content; or a prompt, as text or token ids.
     tools: as OpenAI has them, ``{"type": "function", "function": {...}}``.
-    tool_choice: "auto", "none", "required", or the name of a function.
+    tool_choice: "auto", "none" or "required".
+    only_tool: the one tool that may be called.
     several_calls: whether a reply may have more than one.
     schema: that the reply's text must match.
     template: further arguments of the chat template.
     sampling: settings by the names of Sampling; what is missing, the server's own.
     max_tokens: None for what the server says.
-    max_tokens_field, prompt_field, schema_field: what the client calls these.
+    prompt_field, schema_field: what the client calls these.
+    too_long: the sentence for a prompt that is longer than the context; agents look for it.
+    notes: see Prepared.
     """
 
     messages: Sequence[Message] | str | Sequence[int]
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
+    only_tool: str | None = None
     several_calls: bool = True
     schema: Mapping[str, Any] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +52,11 @@ class ChatRequest:
     top_logprobs: int = 0
     num_draft_tokens: int | Literal["adaptive"] | None = None
     prompt_field: str = "messages"
+    too_long: str = (
+        "This model's maximum context length is {most} tokens. However, your {field} resulted in {found} tokens. "
+        "Please reduce the length of the {field}."
+    )
+    notes: Sequence[str] = ()
     schema_field: str = "response_format"
 
 
@@ -57,7 +66,8 @@ class Prepared:
 
     request, texts: see Job.
     stop: its stop strings.
-    form, tools, in_reasoning: see ReplyParser.
+    thinking, form, tools, in_reasoning: see ReplyParser.
+    notes: wishes of the client that this model cannot know of.
     clamped: the client's token limit, where it was larger than the room that was left.
     """
 
@@ -65,14 +75,16 @@ class Prepared:
     texts: list[TextStream]
     tokenizer: Any
     stop: Sequence[str]
+    thinking: tuple[str, str] | None
     form: ToolFormat | None
     tools: Sequence[Tool]
     in_reasoning: bool
+    notes: Sequence[str]
     clamped: int | None
 
     def parser(self) -> ReplyParser:
         """Return what takes in one of its texts."""
-        return ReplyParser(self.tokenizer, self.form, self.tools, self.in_reasoning)
+        return ReplyParser(self.thinking, self.form, self.tools, self.in_reasoning)
 
 
 def prepare(engine: Engine, tokenizer: Any, settings: Settings, asked: ChatRequest) -> Prepared:
@@ -108,7 +120,20 @@ def prepare(engine: Engine, tokenizer: Any, settings: Settings, asked: ChatReque
             "parallel_tool_calls",
         )
     clamped = asked.max_tokens if asked.max_tokens is not None and asked.max_tokens > room else None
-    return Prepared(request, texts, tokenizer, asked.stop, form, asked.tools, in_reasoning, clamped)
+    has_marks = is_chat(asked) and tokenizer.has_thinking
+    thinking = (tokenizer.think_start, tokenizer.think_end) if has_marks else None
+    notes = [*asked.notes, *unknown_to(tokenizer, asked.template)]
+    return Prepared(
+        request, texts, tokenizer, asked.stop, thinking, form, asked.tools, in_reasoning, notes, clamped
+    )
+
+
+def unknown_to(tokenizer: Any, template: Mapping[str, Any]) -> list[str]:
+    """Return a note for what was asked of a template that does not know it."""
+    text = tokenizer.chat_template
+    wishes = [name for name, value in template.items() if value is not False]
+    unknown = [name for name in wishes if isinstance(text, str) and name not in text]
+    return [f"{name} has no effect: the model's chat template does not know it." for name in unknown]
 
 
 def is_chat(asked: ChatRequest) -> bool:
@@ -148,16 +173,12 @@ def ends_in_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
 
 
 def require_room(engine: Engine, settings: Settings, asked: ChatRequest, prompt: Sequence[int]) -> int:
-    """Return how many tokens fit after a prompt. Raises ApiError in the sentence that agents look for."""
+    """Return how many tokens fit after a prompt. Raises ApiError."""
     context = context_of(engine)
     if len(prompt) > context:
-        what = asked.prompt_field
-        raise bad_request(
-            f"This model's maximum context length is {context} tokens. However, your {what} resulted in "
-            f"{len(prompt)} tokens. Please reduce the length of the {what}.",
-            what,
-            "context_length_exceeded",
-        )
+        field = asked.prompt_field
+        sentence = asked.too_long.format(most=context, found=len(prompt), field=field)
+        raise bad_request(sentence, field, "context_length_exceeded")
     # The last position needs no cache of its own.
     return context - len(prompt) + 1
 
@@ -193,10 +214,9 @@ def tool_rules(tokenizer: Any, form: ToolFormat, asked: ChatRequest) -> str:
     def mark(text: str) -> str:
         return lark_mark(tokenizer, text)
 
-    named = asked.tool_choice not in ("auto", "required")
-    offered = [t for t in asked.tools if not named or t["function"]["name"] == asked.tool_choice]
+    offered = [tool for tool in asked.tools if asked.only_tool in (None, tool["function"]["name"])]
     rules = [tools.calls_rules(form, offered, mark)]
-    more = ' ("\\n" call)*' if asked.several_calls and not named else ""
+    more = ' ("\\n" call)*' if asked.several_calls and asked.only_tool is None else ""
     rules.append(f"calls: /\\s*/ call{more}")
     if asked.tool_choice != "auto":
         return "\n".join(["start: calls", *rules])

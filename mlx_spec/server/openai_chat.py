@@ -1,6 +1,5 @@
 """OpenAI's chat completions: what a body asks for, and how a reply is written, whole or as a stream."""
 
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -9,6 +8,7 @@ from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.body import (
     Body,
     Count,
+    Json,
     Penalty,
     Sampled,
     Share,
@@ -17,7 +17,8 @@ from mlx_spec.server.body import (
     Texts,
     TopLogprobs,
     bias_of,
-    choose_tool,
+    choice_of_tools,
+    data,
     function_tool,
     json_object,
     only_false,
@@ -30,11 +31,10 @@ from mlx_spec.server.body import (
 from mlx_spec.server.chat import ChatRequest
 from mlx_spec.server.errors import bad_request
 from mlx_spec.server.reply import Part
-from mlx_spec.server.run import End, Piece, Run, speculation
+from mlx_spec.server.run import End, Piece, Run, speculation, usage
 from mlx_spec.server.token_text import token_bytes
 from mlx_spec.server.tools import Message, Tool
 
-Json = dict[str, Any]
 ROLES = {
     "system": {"role", "content", "name"},
     "developer": {"role", "content", "name"},
@@ -85,6 +85,7 @@ class ChatBody(Sampled):
     parallel_tool_calls: bool = True
     response_format: Json | None = None
     reasoning_effort: EFFORTS | None = None
+    chat_template_kwargs: Json | None = None
     modalities: list[Literal["text"]] | None = None
     # Accepted, because they cannot change the text.
     store: bool | None = None
@@ -109,7 +110,7 @@ class ChatBody(Sampled):
         return ChatRequest(
             read_messages(self.messages),
             tools=tools,
-            tool_choice=read_choice(self.tool_choice, tools),
+            **read_choice(self.tool_choice, tools),
             several_calls=self.parallel_tool_calls,
             schema=read_format(self.response_format),
             template=with_effort(self.chat_template_kwargs, self.reasoning_effort),
@@ -170,17 +171,14 @@ def read_tool(given: Json, param: str) -> Tool:
     return function_tool(given["function"], f"{param}.function")
 
 
-def read_choice(given: str | Json | None, tools: Sequence[Tool]) -> str:
+def read_choice(given: str | Json | None, tools: Sequence[Tool]) -> Json:
     """Return which tools are to be called. Raises ApiError."""
-    if isinstance(given, dict):
-        function = given.get("function")
-        if given.get("type") != "function" or not isinstance(function, dict):
-            raise bad_request("tool_choice takes auto, none, required or a function.", "tool_choice")
-        name = function.get("name")
-        if name in ("auto", "none", "required") and name not in [tool["function"]["name"] for tool in tools]:
-            raise bad_request(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
-        return choose_tool(str(name), tools)
-    return choose_tool(given or "auto", tools)
+    if not isinstance(given, dict):
+        return choice_of_tools(given or "auto", None, tools)
+    function = given.get("function")
+    if given.get("type") != "function" or not isinstance(function, dict):
+        raise bad_request("tool_choice takes auto, none, required or a function.", "tool_choice")
+    return choice_of_tools(None, function.get("name"), tools)
 
 
 def read_format(given: Json | None) -> Json | None:
@@ -225,8 +223,8 @@ class ChatWriter:
             **self._head,
             "object": "chat.completion",
             "choices": [choice.as_dict(self._body.logprobs) for choice in choices],
-            "usage": usage(self._run),
-            "speculation": speculation(self._run),
+            "usage": usage([self._run]),
+            "speculation": speculation([self._run]),
         }
 
     async def stream(self) -> AsyncIterator[str]:
@@ -237,7 +235,7 @@ class ChatWriter:
         async for event in self._run.events():
             if isinstance(event, End):
                 ended += 1
-                block = speculation(self._run) if ended == self._body.n else None
+                block = speculation([self._run]) if ended == self._body.n else None
                 yield self._chunk(event.index, {}, reason=event.reason, block=block)
                 continue
             deltas = [delta_of(part) for part in event.parts]
@@ -247,7 +245,7 @@ class ChatWriter:
                 tokens = event.tokens if number == 0 else []
                 yield self._chunk(event.index, delta, tokens, event.from_draft)
         if self._options.include_usage:
-            yield data({**self._chunk_head(), "choices": [], "usage": usage(self._run)})
+            yield data({**self._chunk_head(), "choices": [], "usage": usage([self._run])})
         yield "data: [DONE]\n\n"
 
     def _chunk_head(self) -> Json:
@@ -339,19 +337,3 @@ def token_logprob(tokenizer: Any, response: GenerationResponse) -> Json:
 
     top = [entry(*each) for each in response.top_logprobs]
     return {**entry(response.token, response.logprob or 0.0), "top_logprobs": top}
-
-
-def usage(run: Run) -> Json:
-    """Return the counts of tokens."""
-    return {
-        "prompt_tokens": run.prompt_tokens,
-        "completion_tokens": run.generated_tokens,
-        "total_tokens": run.prompt_tokens + run.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": run.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": run.reasoning_tokens},
-    }
-
-
-def data(value: Json) -> str:
-    """Return an event of a stream."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

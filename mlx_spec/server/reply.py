@@ -5,7 +5,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mlx_lm.generate import TextStateMachine
 
@@ -36,16 +36,23 @@ class ReplyParser:
     A call that cannot be read is text, with its marks.
     """
 
-    def __init__(self, tokenizer: Any, form: ToolFormat | None, tools: Sequence[Tool], in_reasoning: bool) -> None:
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None,
+        form: ToolFormat | None = None,
+        tools: Sequence[Tool] = (),
+        in_reasoning: bool = False,
+    ) -> None:
         """Begin a reply.
 
+        thinking: the marks of reasoning; None where a text is to be left as it is.
         form: of calls; None where no tools are offered, so that nothing is one.
         in_reasoning: the prompt has opened the reasoning already.
         """
         states: dict[str, list[tuple[str, str]]] = {"normal": []}
-        if tokenizer.has_thinking:
-            states["normal"].append((tokenizer.think_start, "reasoning"))
-            states["reasoning"] = [(tokenizer.think_end, "normal")]
+        if thinking is not None:
+            states["normal"].append((thinking[0], "reasoning"))
+            states["reasoning"] = [(thinking[1], "normal")]
         if form is not None:
             states["normal"].append((form.start, "tool"))
             states["tool"] = [(form.end, "normal")] if form.end else []

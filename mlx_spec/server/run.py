@@ -174,20 +174,26 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     return result
 
 
-def speculation(run: Run) -> dict[str, Any]:
+def usage(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the counts of tokens of a reply, as OpenAI has them."""
+    prompt, generated = sum(run.prompt_tokens for run in runs), sum(run.generated_tokens for run in runs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(run.cached_tokens for run in runs)},
+        "completion_tokens_details": {"reasoning_tokens": sum(run.reasoning_tokens for run in runs)},
+    }
+
+
+def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what speculative decoding did for a reply; counts of several texts are sums."""
-    every = run.statistics
-    first = every[0]
-    most = max((len(each.drafted) for each in every), default=0)
+    every = [statistics for run in runs for statistics in run.statistics]
+    first, request, clamped = every[0], runs[0].prepared.request, runs[0].prepared.clamped
+    most = max(len(each.drafted) for each in every)
     drafted = [sum(each.drafted[i] for each in every if len(each.drafted) > i) for i in range(most)]
     accepted = [sum(each.accepted[i] for each in every if len(each.accepted) > i) for i in range(most)]
     rounds, tokens = sum(each.rounds for each in every), sum(each.tokens for each in every)
-    undrafted = sum(each.undrafted_rounds for each in every)
-    depths = {"0": undrafted} if undrafted else {}
-    for depth, count in enumerate(drafted, 1):
-        deeper = drafted[depth] if depth < most else 0
-        if count > deeper:
-            depths[str(depth)] = count - deeper
     block: dict[str, Any] = {
         "rounds": rounds,
         "tokens": tokens,
@@ -196,16 +202,27 @@ def speculation(run: Run) -> dict[str, Any]:
         "accepted": sum(accepted),
         "drafted_by_position": drafted,
         "accepted_by_position": accepted,
-        "rounds_by_depth": depths,
+        "rounds_by_depth": rounds_by_depth(sum(each.undrafted_rounds for each in every), drafted),
         "depth_reason": first.drafter_failure or first.depth_reason,
         "exact": first.exact,
         "exact_reason": first.exactness.reason,
-        "cached_tokens": first.cached_tokens,
-        "seed": run.prepared.request.sampling.seed if run.prepared.request.sampling.temp else None,
-        "time_to_first_token_s": round(run.first_token_seconds, 4),
+        "cached_tokens": sum(run.cached_tokens for run in runs),
+        "seed": request.sampling.seed if request.sampling.temp else None,
+        "time_to_first_token_s": round(runs[0].first_token_seconds, 4),
         "prompt_tokens_per_s": round(first.prompt_tps, 2),
         "tokens_per_s": round(max(each.generation_tps for each in every), 2),
     }
-    if run.prepared.clamped is not None:
-        block["clamped_max_tokens"] = {"asked": run.prepared.clamped, "used": run.prepared.request.max_tokens}
+    if runs[0].prepared.notes:
+        block["notes"] = list(runs[0].prepared.notes)
+    if clamped is not None:
+        block["clamped_max_tokens"] = {"asked": clamped, "used": request.max_tokens}
     return block
+
+
+def rounds_by_depth(undrafted: int, drafted: Sequence[int]) -> dict[str, int]:
+    """Return how many rounds drafted how many tokens, from those that drafted at least so many."""
+    counts = {0: undrafted} | {
+        depth: count - deeper
+        for depth, (count, deeper) in enumerate(zip(drafted, [*drafted, 0][1:], strict=True), 1)
+    }
+    return {str(depth): count for depth, count in counts.items() if count}

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mlx_spec.errors import MlxSpecError
-from mlx_spec.server.chat import ChatRequest, Prepared, as_api_error, prepare
+from mlx_spec.server.chat import ChatRequest, Prepared, as_api_error, prepare, prompt_ids
 from mlx_spec.server.errors import ApiError
 from mlx_spec.server.run import Run
 from mlx_spec.server.settings import Settings
@@ -47,12 +48,30 @@ class Service:
         self.require_loaded()
         return await asyncio.get_running_loop().run_in_executor(self._preparing, self._prepare, asked)
 
-    async def run(self, prepared: Prepared) -> Run:
+    async def count(self, model: str | None, asked: ChatRequest) -> int:
+        """Return how many tokens the prompt of a request has. Raises ApiError."""
+        self.require_model(model)
+        self.require_loaded()
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._count, asked)
+
+    def run(self, prepared: Prepared) -> Run:
         """Give a request to the worker. Raises ApiError where too many wait."""
         try:
             return Run(self.worker, prepared)
         except (Busy, Stopping) as error:
             raise self.error_of(error) from error
+
+    def run_all(self, prepared: Sequence[Prepared]) -> list[Run]:
+        """Give several requests to the worker, or none of them. Raises ApiError where too many wait."""
+        runs: list[Run] = []
+        try:
+            for each in prepared:
+                runs.append(self.run(each))
+        except ApiError:
+            for run in runs:
+                run.cancel()
+            raise
+        return runs
 
     def error_of(self, error: Exception) -> ApiError:
         """Return what to tell a client of an error."""
@@ -73,3 +92,7 @@ class Service:
     def _prepare(self, asked: ChatRequest) -> Prepared:
         with self.worker.use() as (engine, tokenizer):
             return prepare(engine, tokenizer, self.settings, asked)
+
+    def _count(self, asked: ChatRequest) -> int:
+        with self.worker.use() as (_, tokenizer):
+            return len(prompt_ids(tokenizer, self.settings, asked))

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from mlx_spec.server.errors import ApiError
 from mlx_spec.server.run import Run
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -20,7 +21,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 def event_stream(
     events: AsyncIterator[str],
-    run: Run,
+    runs: Sequence[Run],
     seconds: float,
     ping: str | None,
     on_error: Callable[[Exception], str],
@@ -38,7 +39,7 @@ def event_stream(
                 waiting = waiting or asyncio.ensure_future(anext(events))
                 done, _ = await asyncio.wait({waiting}, timeout=seconds)
                 if not done:
-                    yield ping or ": keepalive {}/{}\n\n".format(*run.job.progress)
+                    yield ping or ": keepalive {}/{}\n\n".format(*runs[0].job.progress)
                     continue
                 text, waiting = waiting.result(), None
                 yield text
@@ -49,22 +50,38 @@ def event_stream(
         finally:
             if waiting is not None:
                 waiting.cancel()
-            run.cancel()
+            cancel(runs)
 
     return StreamingResponse(body(), media_type="text/event-stream", headers=HEADERS)
 
 
-async def unless_gone(request: Request, run: Run, reply: Awaitable[dict[str, Any]]) -> Response:
-    """Return a whole reply; where its client goes away first, nobody works on it any longer."""
+async def unless_gone(
+    request: Request,
+    runs: Sequence[Run],
+    reply: Awaitable[dict[str, Any]],
+    on_error: Callable[[Exception], ApiError],
+) -> Response:
+    """Return a whole reply; where its client goes away first, nobody works on it any longer.
+
+    on_error: returns what to raise for an error.
+    """
     working, leaving = asyncio.ensure_future(reply), asyncio.ensure_future(gone(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return Response(json.dumps(working.result(), ensure_ascii=False), media_type="application/json")
         return Response(status_code=499)
+    except Exception as error:
+        raise on_error(error) from error
     finally:
         working.cancel()
         leaving.cancel()
+        cancel(runs)
+
+
+def cancel(runs: Sequence[Run]) -> None:
+    """End all that still runs for a request."""
+    for run in runs:
         run.cancel()
 
 
