@@ -15,6 +15,7 @@ import uvicorn
 
 from mlx_spec import Engine, load
 from mlx_spec.server.app import make_app
+from mlx_spec.server.metrics import Metrics
 from mlx_spec.server.settings import Settings
 from mlx_spec.server.worker import Worker
 
@@ -64,8 +65,9 @@ def serve(folder: Path, drafter: str | None = str(PAIR / "head"), **options: Any
     for_worker = {
         name: options.pop(name) for name in ("max_waiting", "max_kept_bytes", "idle_seconds") if name in options
     }
-    worker = Worker(lambda: load(str(folder), drafter), **for_worker)
-    app = make_app(worker, Settings(**{"model_id": "tiny", "loaded_from": str(folder), **options}))
+    metrics = Metrics("tiny")
+    worker = Worker(lambda: load(str(folder), drafter), on_end=metrics.observe, **for_worker)
+    app = make_app(worker, Settings(**{"model_id": "tiny", "loaded_from": str(folder), **options}), metrics)
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)

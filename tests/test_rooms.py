@@ -21,7 +21,7 @@ LEVELS: list[dict[str, str]] = [
         "quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory openai_chat "
+        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
         "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
         "worker",
     },

@@ -126,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
         from mlx_spec.server.app import make_app
         from mlx_spec.server.memory import fit_cache
+        from mlx_spec.server.metrics import Metrics
         from mlx_spec.server.worker import Worker
     except ImportError as error:
         raise RequestError(f"{NEEDED} ({error})") from error
@@ -146,13 +147,15 @@ def run(args: argparse.Namespace) -> int:
         )
         return engine, tokenizer
 
+    metrics = Metrics(settings.model_id)
     worker = Worker(
         load_model,
         max_waiting=args.max_waiting,
         max_kept_bytes=args.prompt_cache_bytes,
         idle_seconds=args.idle_unload,
+        on_end=metrics.observe,
     )
-    app = make_app(worker, settings)
+    app = make_app(worker, settings, metrics)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
     server = uvicorn.Server(config)
     stop_server = server.handle_exit

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from mlx_spec.server.anthropic_messages import PING, CountBody, MessagesBody, Me
 from mlx_spec.server.body import data
 from mlx_spec.server.errors import ApiError, anthropic_error, openai_error
 from mlx_spec.server.guard import Guard
+from mlx_spec.server.metrics import Metrics
 from mlx_spec.server.openai_chat import ChatBody, ChatWriter
 from mlx_spec.server.openai_completions import CompletionBody, CompletionWriter
 from mlx_spec.server.openai_responses import ResponsesBody, ResponseWriter
@@ -40,19 +42,30 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+# The page runs its own script and speaks to its own server, nothing else.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
 
-def make_app(worker: Worker, settings: Settings) -> ASGIApp:
+
+def make_app(worker: Worker, settings: Settings, metrics: Metrics) -> ASGIApp:
     """Return the application of a server."""
     service = Service(worker, settings)
+    metrics.watch(worker)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
 
-    app = FastAPI(title="mlx_spec", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="mlx_spec", lifespan=lifespan, docs_url=None, redoc_url=None)
     add_errors(app, service)
     add_state(app, service)
+    add_metrics(app, metrics)
+    add_page(app)
     add_openai(app, service)
     add_anthropic(app, service)
     guarded: ASGIApp = Guard(app, settings, answer_error)
@@ -142,6 +155,23 @@ def add_state(app: FastAPI, service: Service) -> None:
     async def model(model: str) -> Response:
         service.require_model(model)
         return json_response(described())
+
+
+def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    """Tell Prometheus."""
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the chat page, one file that needs no other."""
+    page = (files("mlx_spec.server") / "chat.html").read_bytes()
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def chat_page() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
 def add_openai(app: FastAPI, service: Service) -> None:

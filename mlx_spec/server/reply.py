@@ -192,6 +192,18 @@ class ObjectEnd:
         return len(text)
 
 
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Return parts with pieces of the same kind as one."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if last is not None and part.kind != "call" and (last.kind, last.call) == (part.kind, part.call):
+            result[-1] = Part(part.kind, last.text + part.text, part.call)
+        else:
+            result.append(part)
+    return result
+
+
 def new_call_id() -> str:
     """Return an id that no other call has."""
     return f"call_{uuid.uuid4().hex[:24]}"

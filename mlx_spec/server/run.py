@@ -11,7 +11,7 @@ from mlx_spec.engine import Statistics
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.chat import Prepared
 from mlx_spec.server.job import Event, Failed, Finished, Job, Tokens
-from mlx_spec.server.reply import Part, ReplyParser
+from mlx_spec.server.reply import Part, ReplyParser, joined
 from mlx_spec.server.worker import Worker
 
 
@@ -160,18 +160,6 @@ class Run:
         whole = self.prepared.tokenizer.decode(text.token_ids)
         found = [(at, stop) for stop in self.prepared.stop if stop and (at := whole.find(stop)) >= 0]
         return min(found)[1] if found else None
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Return parts with pieces of the same kind as one."""
-    result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if last is not None and part.kind != "call" and (last.kind, last.call) == (part.kind, part.call):
-            result[-1] = Part(part.kind, last.text + part.text, part.call)
-        else:
-            result.append(part)
-    return result
 
 
 def usage(runs: Sequence[Run]) -> dict[str, Any]:

@@ -107,10 +107,10 @@ class Worker:
         return is_slow or (not self._thread.is_alive() and self.state not in ("failed", "stopped"))
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of what ended requests have cached."""
-        store = self._store
-        return 0 if store is None else store.bytes
+    def cache_usage(self) -> float:
+        """Share of the cache that is in use, by what runs and by what is kept, from 0 to 1."""
+        loaded = self._loaded
+        return 0.0 if loaded is None else loaded[0].target.pool.pages_in_use / loaded[0].target.pool.max_pages
 
     @contextmanager
     def use(self) -> Iterator[Loaded]:
