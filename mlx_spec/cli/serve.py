@@ -221,14 +221,16 @@ def server_settings(args: argparse.Namespace) -> Any:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket at an address. Raises RequestError where it cannot be had."""
+    listening: socket.socket | None = None
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.socket(family)
+        listening = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(128)
         return listening
     except OSError as error:
+        if listening is not None:
+            listening.close()
         if error.errno == errno.EADDRINUSE:
             raise RequestError(
                 f"Port {port} of {host} is taken, perhaps by another server: stop that, or give another --port."
