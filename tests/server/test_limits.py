@@ -59,12 +59,16 @@ def test_without_the_key_nothing_is_told(strict: Served) -> None:
         status, headers, body = send(strict, "GET", path)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert body["error"]["code"] == "invalid_api_key"
-    with openai.OpenAI(base_url=f"{strict.url}/v1", api_key="guess", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
-    with anthropic.Anthropic(base_url=strict.url, api_key="guess", max_retries=0) as client:
-        with pytest.raises(anthropic.AuthenticationError):
-            client.messages.create(model="tiny", max_tokens=1, messages=MESSAGES)
+    with (
+        openai.OpenAI(base_url=f"{strict.url}/v1", api_key="guess", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+    with (
+        anthropic.Anthropic(base_url=strict.url, api_key="guess", max_retries=0) as claude,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        claude.messages.create(model="tiny", max_tokens=1, messages=MESSAGES)
 
 
 def test_either_header_carries_the_key(strict: Served) -> None:
