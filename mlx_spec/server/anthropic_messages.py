@@ -59,7 +59,7 @@ class CountBody(Sampled):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     model: str | None = None
-    messages: list[Json]
+    messages: Annotated[list[Json], Field(min_length=1)]
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
     tool_choice: ToolChoice | None = None

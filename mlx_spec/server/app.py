@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from mlx_spec.server.anthropic_messages import PING, CountBody, MessagesBody, MessageWriter, event
@@ -36,7 +36,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The request is not meant for this server.",
         404: "Another model is asked for.",
         413: "The body is too large.",
-        422: "Never sent.",
         429: "Too many requests wait.",
         503: "The model is being loaded.",
     }.items()
@@ -62,6 +61,7 @@ def make_app(worker: Worker, settings: Settings, metrics: Metrics) -> ASGIApp:
         service.close()
 
     app = FastAPI(title="mlx_spec", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.openapi = without_422(app.openapi)  # type: ignore[method-assign]
     add_errors(app, service)
     add_state(app, service)
     add_metrics(app, metrics)
@@ -78,6 +78,19 @@ def make_app(worker: Worker, settings: Settings, metrics: Metrics) -> ASGIApp:
             allow_private_network=True,
         )
     return guarded
+
+
+def without_422(describe: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return the description of the interface without a status that FastAPI would send, and this server never."""
+
+    def described() -> dict[str, Any]:
+        found = describe()
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return found
+
+    return described
 
 
 def add_errors(app: FastAPI, service: Service) -> None:
@@ -130,7 +143,7 @@ def add_state(app: FastAPI, service: Service) -> None:
     worker, settings = service.worker, service.settings
     created = int(time.time())
 
-    @app.get("/health")
+    @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         status = "wedged" if worker.is_wedged else {"unloaded": "ready"}.get(worker.state, worker.state)
         value = {"status": status, "model": settings.model_id, "is_loaded": worker.state == "ready"}
@@ -147,11 +160,11 @@ def add_state(app: FastAPI, service: Service) -> None:
             "max_model_len": context,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=ERRORS)
     async def models() -> Response:
         return json_response({"object": "list", "data": [described()]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=ERRORS)
     async def model(model: str) -> Response:
         service.require_model(model)
         return json_response(described())
@@ -160,7 +173,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 def add_metrics(app: FastAPI, metrics: Metrics) -> None:
     """Tell Prometheus."""
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=ERRORS, response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

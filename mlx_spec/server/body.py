@@ -20,15 +20,24 @@ Texts = Annotated[int, Field(ge=1, le=16)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 NumDraftTokens = Annotated[int, Field(ge=0)] | Literal["adaptive"]
 Stop = str | Annotated[list[str], Field(max_length=16)]
+MAX_BIAS = 100
 # Efforts that ask for no reasoning at all.
 NO_EFFORT = ("none", "minimal")
 MARKERS = {"type", "text", "cache_control", "annotations", "citations", "prompt_cache_breakpoint"}
 
 
+def with_nulls(schema: Json) -> None:
+    """Say in the description of a body that null is absent."""
+    for name, described in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in described.get("anyOf", ()):
+            kept = {key: described.pop(key) for key in ("title", "default") if key in described}
+            schema["properties"][name] = {"anyOf": [described, {"type": "null"}], **kept}
+
+
 class Body(BaseModel):
     """A body, or an object in one."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=with_nulls)
 
     @model_validator(mode="before")
     @classmethod
@@ -45,7 +54,7 @@ class Sampled(Body):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Share | None = None
     seed: Seed | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     repetition_context_size: Count | None = None
     presence_context_size: Count | None = None
     frequency_context_size: Count | None = None
@@ -87,9 +96,12 @@ def bias_of(given: Mapping[str, float] | None) -> dict[str, Any]:
     if not given:
         return {}
     try:
-        return {"logit_bias": {int(token): bias for token, bias in given.items()}}
+        found = {int(token): bias for token, bias in given.items()}
     except ValueError:
-        raise bad_request("logit_bias maps token ids to numbers from -100 to 100.", "logit_bias") from None
+        found = {}
+    if not found or any(abs(bias) > MAX_BIAS for bias in found.values()):
+        raise bad_request(f"logit_bias maps token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}.", "logit_bias")
+    return {"logit_bias": found}
 
 
 def stops(given: str | Sequence[str] | None, param: str = "stop") -> list[str]:

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.body import (
@@ -66,7 +68,7 @@ class ChatBody(Sampled):
     """The body of ``POST /v1/chat/completions``."""
 
     model: str | None = None
-    messages: list[Json]
+    messages: Annotated[list[Json], Field(min_length=1)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -31,6 +31,8 @@ from mlx_spec.server.reply import Part
 from mlx_spec.server.run import Piece, Run, speculation, usage
 from mlx_spec.server.tools import Message, Tool
 
+# Between the name of a namespace and that of a function in it.
+DOT = "."
 TEXTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDES = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
@@ -62,7 +64,7 @@ class ResponsesBody(Sampled):
     """The body of ``POST /v1/responses``."""
 
     model: str | None = None
-    input: str | list[Json]
+    input: str | Annotated[list[Json], Field(min_length=1)]
     instructions: str | None = None
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -99,10 +101,10 @@ class ResponsesBody(Sampled):
         """Return what is asked for. Raises ApiError."""
         only_false(self.store, "store", "nothing is kept after a reply; send the whole conversation each time")
         only_false(self.background, "background", "a reply ends with its connection")
-        tools = [read_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ())]
+        tools, notes = read_tools(self.tools or ())
         effort = None if self.reasoning is None else self.reasoning.effort
-        wants_summary = self.reasoning is not None and self.reasoning.summary not in (None, "none")
-        note = "reasoning.summary has no effect: the reasoning itself is given."
+        if self.reasoning is not None and self.reasoning.summary not in (None, "none"):
+            notes.append("reasoning.summary has no effect: the reasoning itself is given.")
         return ChatRequest(
             read_input(self.input, self.instructions),
             tools=tools,
@@ -117,7 +119,7 @@ class ResponsesBody(Sampled):
             num_draft_tokens=self.drafts(),
             prompt_field="input",
             schema_field="text.format",
-            notes=[note] if wants_summary else [],
+            notes=notes,
         )
 
 
@@ -173,12 +175,36 @@ def read_call(item: Json, param: str) -> Json:
     if not isinstance(item.get("name"), str):
         raise bad_request(f"{param}.name must be a string.", f"{param}.name")
     arguments = json_object(item.get("arguments") or {}, f"{param}.arguments")
-    function = {"name": item["name"], "arguments": arguments}
+    name = f"{item['namespace']}{DOT}{item['name']}" if item.get("namespace") else item["name"]
+    function = {"name": name, "arguments": arguments}
     return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
 
 
-def read_tool(given: Mapping[str, Any], param: str) -> Tool:
+def read_tools(given: Sequence[Json]) -> tuple[list[Tool], list[str]]:
+    """Return the functions, those of namespaces by both names, and notes of what the model is not told of.
+
+    Codex offers web search to every server. Raises ApiError for other tools that OpenAI's servers run.
+    """
+    tools, notes = list[Tool](), list[str]()
+    for index, tool in enumerate(given):
+        param = f"tools.{index}"
+        if tool.get("type") == "web_search":
+            notes.append(f"{param} has no effect: there is no web search here, and the model is not told of one.")
+        elif tool.get("type") == "namespace" and isinstance(tool.get("name"), str):
+            require_keys(tool, {"type", "name", "description", "tools"}, param)
+            for number, each in enumerate(tool.get("tools") or ()):
+                inner = read_tool(each, f"{param}.tools.{number}")
+                name = f"{tool['name']}{DOT}{inner['function']['name']}"
+                tools.append({**inner, "function": {**inner["function"], "name": name}})
+        else:
+            tools.append(read_tool(tool, param))
+    return tools, notes
+
+
+def read_tool(given: Any, param: str) -> Tool:
     """Return a tool. Raises ApiError for those that OpenAI's servers run."""
+    if not isinstance(given, dict):
+        raise bad_request(f"{param} must be an object.", param)
     if given.get("type") != "function":
         raise bad_request(f"{param} is of type {given.get('type')!r}; only functions are served here.", param)
     require_keys(given, {"type", "name", "description", "parameters", "strict"}, param)
@@ -218,6 +244,9 @@ class ResponseWriter:
         self._logprobs: list[Json] = []
         self._is_cut = False
         self._number = 0
+        spaces = [tool["name"] + DOT for tool in body.tools or () if tool.get("type") == "namespace"]
+        names = [tool["function"]["name"] for tool in run.prepared.tools]
+        self._spaced = {name for name in names if name.startswith(tuple(spaces))}
 
     async def whole(self) -> Json:
         """Return the reply when it is complete."""
@@ -298,7 +327,10 @@ class ResponseWriter:
             item |= {"summary": [], "content": []}
             content = {"type": "reasoning_text", "text": ""}
         else:
-            item |= {"call_id": part.call_id, "name": part.text, "arguments": ""}
+            *space, name = part.text.rsplit(DOT, 1) if part.text in self._spaced else [part.text]
+            item |= {"call_id": part.call_id, "name": name, "arguments": ""}
+            if space:
+                item["namespace"] = space[0]
         self._items.append(item)
         yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": json_copy(item)}
         if content is not None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mlx_spec.errors import MlxSpecError
+from mlx_spec.errors import RequestError
 from mlx_spec.server.chat import ChatRequest, Prepared, as_api_error, prepare, prompt_ids
 from mlx_spec.server.errors import ApiError
 from mlx_spec.server.run import Run
@@ -81,7 +81,7 @@ class Service:
             return ApiError(429, "Too many requests wait; try again in a moment.", headers=RETRY)
         if isinstance(error, Stopping):
             return ApiError(503, "The server is shutting down.", headers=RETRY)
-        if not isinstance(error, MlxSpecError):
+        if not isinstance(error, RequestError):
             logger.error("A request failed.", exc_info=error)
         return as_api_error(error, self.settings)
 

@@ -5,19 +5,26 @@ They are npm packages of some hundred megabytes, so these tests run by hand:
     npm install --prefix FOLDER @earendil-works/pi-coding-agent opencode-ai @openai/codex @anthropic-ai/claude-code
     MLX_SPEC_AGENTS=FOLDER python -m pytest -m slow tests/server/test_agents.py
 
-The model is tiny and knows nothing; a grammar forces its replies, as the number of results in the prompt tells.
+The model is tiny and random, with the demo's tokenizer: their own prompts have up to 20,000 tokens. A grammar
+forces its replies, as the number of results in the prompt tells.
 """
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from served import Served, serve, write_pair
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+from served import Served, serve
+from tiny_folders import folder_config
 
+from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.decoding.grammar import Grammar
 from mlx_spec.server import chat
 from mlx_spec.server.chat import ChatRequest
@@ -95,12 +102,31 @@ AGENTS: list[Callable[[Path, str, Path], tuple[list[str], dict[str, str], list[s
 ]
 
 
+def write_long(folder: Path) -> Path:
+    """Write a small random model of a long context, with the demo's tokenizer, and return its folder."""
+    demo = resolve("demo")
+    vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
+    config = folder_config("llama", vocab_size=vocab_size, max_position_embeddings=131072, num_hidden_layers=2)
+    ends = {
+        name: json.loads((demo / "config.json").read_text())[name] for name in ("bos_token_id", "eos_token_id")
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **ends}))
+    model_class, args_class = _get_classes(config)
+    weights = dict(tree_flatten(model_class(args_class.from_dict(config)).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    for file in demo.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
+            shutil.copy(file, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def long_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("agents")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLX_SPEC_CACHE", str(folder / "cache"))
-        with serve(write_pair(folder / "tiny", 262144), max_tokens=400) as served:
+        with serve(write_long(folder / "long"), None, max_tokens=400) as served:
             yield served
 
 

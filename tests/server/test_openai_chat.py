@@ -122,6 +122,8 @@ def test_a_schema_is_kept(client: openai.OpenAI) -> None:
         ({"logprobs": True, "top_logprobs": 17}, "top_logprobs"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias"),
+        ({"extra_body": {"repetition_penalty": 1e-300}}, "repetition_penalty"),
         ({"n": 17}, "n"),
         ({"store": True}, "store"),
         ({"stop": [""]}, "stop"),

@@ -20,6 +20,7 @@ TOOL: Any = {
     },
     "strict": False,
 }
+SEARCH: Any = {"type": "web_search", "external_web_access": True}
 
 
 def items(response: Any) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ def test_what_codex_sends(client: openai.OpenAI) -> None:
     response = client.responses.create(
         **FIELDS,
         instructions="You are an agent.",
-        tools=[TOOL],
+        tools=[TOOL, {"type": "namespace", "name": "agents", "description": "x", "tools": [TOOL]}, SEARCH],
         tool_choice="auto",
         parallel_tool_calls=True,
         reasoning={"summary": "auto"},
@@ -103,7 +104,21 @@ def test_what_codex_sends(client: openai.OpenAI) -> None:
         extra_body={"client_metadata": {"a": "b"}},
     )
     assert response.output_text
-    assert any("summary" in note for note in response.model_extra["speculation"]["notes"])  # type: ignore[index]
+    notes = " ".join(response.model_extra["speculation"]["notes"])  # type: ignore[index]
+    assert "reasoning.summary" in notes and "tools.2" in notes
+
+
+def test_a_function_in_a_namespace(client: openai.OpenAI) -> None:
+    """It is called by both names, there and back."""
+    space: Any = {"type": "namespace", "name": "files", "description": "Of files.", "tools": [TOOL]}
+    response = client.responses.create(
+        **{**FIELDS, "max_output_tokens": 100}, tools=[space], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = response.output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("files", "read")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "red"}
+    history = [{"role": "user", "content": "Read a.txt."}, call.to_dict(), result]
+    assert client.responses.create(**{**FIELDS, "input": history}, tools=[space]).output_text
 
 
 @pytest.mark.parametrize(
@@ -114,7 +129,7 @@ def test_what_codex_sends(client: openai.OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": []}, "input"),
