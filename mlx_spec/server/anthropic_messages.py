@@ -15,6 +15,7 @@ from mlx_spec.server.body import (
     choice_of_tools,
     function_tool,
     json_object,
+    messages_of,
     require_keys,
     require_messages,
     stops,
@@ -59,7 +60,7 @@ class CountBody(Sampled):
     """The body of ``POST /v1/messages/count_tokens``."""
 
     model: str | None = None
-    messages: Annotated[list[Json], Field(min_length=1)]
+    messages: messages_of("user", "assistant")  # type: ignore[valid-type]
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
     tool_choice: ToolChoice | None = None

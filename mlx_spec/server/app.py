@@ -40,6 +40,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The model is being loaded.",
     }.items()
 }
+# Of routes whose replies may be streams.
+REPLIES: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {
+        "description": "A whole reply, or a stream of events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    },
+}
+
 
 # The page runs its own script and speaks to its own server, nothing else.
 PAGE_HEADERS = {
@@ -194,7 +206,7 @@ def add_openai(app: FastAPI, service: Service) -> None:
     def error_event(error: Exception) -> str:
         return data(openai_error(service.error_of(error)))
 
-    @app.post("/v1/chat/completions", responses=ERRORS)
+    @app.post("/v1/chat/completions", responses=REPLIES)
     @app.post("/chat/completions", include_in_schema=False)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         run = service.run(await service.prepare(body.model, body.asked()))
@@ -203,7 +215,7 @@ def add_openai(app: FastAPI, service: Service) -> None:
             return await unless_gone(request, [run], writer.whole(), service.error_of)
         return event_stream(writer.stream(), [run], settings.keepalive_seconds, None, error_event)
 
-    @app.post("/v1/completions", responses=ERRORS)
+    @app.post("/v1/completions", responses=REPLIES)
     @app.post("/completions", include_in_schema=False)
     async def completions(request: Request, body: CompletionBody) -> Response:
         runs = service.run_all([await service.prepare(body.model, asked) for asked in body.asked()])
@@ -212,7 +224,7 @@ def add_openai(app: FastAPI, service: Service) -> None:
             return await unless_gone(request, runs, writer.whole(), service.error_of)
         return event_stream(writer.stream(), runs, settings.keepalive_seconds, None, error_event)
 
-    @app.post("/v1/responses", responses=ERRORS)
+    @app.post("/v1/responses", responses=REPLIES)
     @app.post("/responses", include_in_schema=False)
     async def responses(request: Request, body: ResponsesBody) -> Response:
         run = service.run(await service.prepare(body.model, body.asked()))
@@ -233,7 +245,7 @@ def add_anthropic(app: FastAPI, service: Service) -> None:
     def error_event(error: Exception) -> str:
         return event(anthropic_error(service.error_of(error), f"req_{uuid.uuid4().hex[:24]}"))
 
-    @app.post("/v1/messages", responses=ERRORS)
+    @app.post("/v1/messages", responses=REPLIES)
     async def messages(request: Request, body: MessagesBody) -> Response:
         run = service.run(await service.prepare(body.model, body.asked()))
         writer = MessageWriter(run, settings.model_id)

@@ -4,13 +4,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from mlx_spec.decoding.logprobs import MAX_TOP_LOGPROBS
 from mlx_spec.server.errors import bad_request
 from mlx_spec.server.tools import Message, Tool
 
 Json = dict[str, Any]
+
+
+def messages_of(*roles: str) -> Any:
+    """Return the type of messages from these roles: read by hand, for errors that name the place."""
+    message = {
+        "type": "object",
+        "properties": {"role": {"enum": roles}, "content": {"anyOf": [{"type": "string"}, {"type": "array"}]}},
+        "required": ["role", "content"],
+    }
+    schema = {"type": "array", "minItems": 1, "items": message}
+    return Annotated[list[Json], Field(min_length=1), WithJsonSchema(schema)]
+
+
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]

@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.body import (
@@ -23,6 +21,7 @@ from mlx_spec.server.body import (
     data,
     function_tool,
     json_object,
+    messages_of,
     only_false,
     require_keys,
     require_messages,
@@ -68,7 +67,7 @@ class ChatBody(Sampled):
     """The body of ``POST /v1/chat/completions``."""
 
     model: str | None = None
-    messages: Annotated[list[Json], Field(min_length=1)]
+    messages: messages_of("system", "developer", "user", "assistant", "tool")  # type: ignore[valid-type]
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
