@@ -35,4 +35,6 @@ from metal_kernels.norm_rope import qkv_norm_rope as qkv_norm_rope
 from metal_kernels.rms_norm_rows import rms_norm_rows as rms_norm_rows
 from metal_kernels.rope import Rope as Rope
 from metal_kernels.row_spans import RowSpans as RowSpans
+from metal_kernels.stack_rows import stack_rows as stack_rows
 from metal_kernels.topk_rows import topk_rows as topk_rows
+from metal_kernels.walk_rows import walk_rows as walk_rows

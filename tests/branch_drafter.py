@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from choosing import drawn_at
 
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule
 from mlx_spec.target import Target
 
 # A candidate that leads by this much is chosen by every rule, whatever the noise.
@@ -54,11 +55,9 @@ class BranchDrafter:
         state.position += rows.tokens.size
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [
-            self.draft(request.state, request.anchor, request.count, request.sample_draft) for request in requests
-        ]
+        return [self.draft(request.state, request.anchor, request.count, request.rule) for request in requests]
 
-    def draft(self, state: BranchState, anchor: int, count: int, choose: SampleDraft) -> Draft:
+    def draft(self, state: BranchState, anchor: int, count: int, rule: DraftRule) -> Draft:
         assert 1 <= count <= self.max_draft
         self.proposals += 1
         lots = np.random.default_rng([state.position, anchor]).random(count)
@@ -68,7 +67,7 @@ class BranchDrafter:
             right = state.text[at] if at < len(state.text) else 0
             token = (right + int(lots[index] > self.share)) % self.vocab_size
             ids = mx.array([token, (token + 1) % self.vocab_size], dtype=mx.int32)
-            tokens.append(choose(at, ids, mx.array([LEAD, 0.0]))[0])
+            tokens.append(drawn_at(rule, at, ids, mx.array([LEAD, 0.0])).token)
         return Draft(mx.stack(tokens).astype(mx.int32), mx.zeros((count, 0), dtype=mx.int32))
 
     def rewind(self, state: BranchState, position: int) -> int:

@@ -4,15 +4,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from choosing import rule_of
 
-from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.writer import BlockState
 
 
-def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
-    """Draft ``count`` tokens after the anchor of one sequence."""
-    (proposal,) = drafter.propose([DraftRequest(state, anchor, count, choose)])
+def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: Any) -> Draft:
+    """Draft ``count`` tokens after the anchor of one sequence. ``choose``: a rule or a function, see choosing."""
+    (proposal,) = drafter.propose([DraftRequest(state, anchor, count, rule_of(choose))])
     return proposal
 
 

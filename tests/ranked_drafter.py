@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import mlx.core as mx
+from choosing import drawn_at
 from scripted_drafters import ScriptedDrafter, ScriptedState, always_right
 
-from mlx_spec.drafters.base import Draft, SampleDraft
+from mlx_spec.drafters.base import Draft, DraftRule
 from mlx_spec.target import Target
 
 Ranks = Callable[[int, int, int], int | None]
@@ -27,10 +28,10 @@ class RankedDrafter(ScriptedDrafter):
         super().__init__(target, text, always_right, target_layer_ids=target_layer_ids)
         self.ranks = ranks
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
+    def draft(self, state: ScriptedState, anchor: int, count: int, rule: DraftRule) -> Draft:
         assert anchor == self.text[len(state.tokens)], "the anchor is not the text's next token"
         state.proposals += 1
-        rows, scores, tokens, drawn_from = [], [], [], []
+        rows, ranks, tokens, drawn_from = [], [], [], []
         for index in range(count):
             position = len(state.tokens) + 1 + index
             right = self.text[position] if position < len(self.text) else 0
@@ -41,11 +42,12 @@ class RankedDrafter(ScriptedDrafter):
             # A fixed order of the candidates that is not that of their scores.
             order = [(5 * place + position) % CANDIDATES for place in range(CANDIDATES)]
             rows.append(mx.array([ids[place] for place in order], dtype=mx.int32))
-            scores.append(mx.array([-STEP * place for place in order]))
-            token, probabilities = choose(position, rows[-1], scores[-1])
+            scores = mx.array([-STEP * place for place in order])
+            token, rank_values, probabilities = drawn_at(rule, position, rows[-1], scores)
             tokens.append(token)
+            ranks.append(rank_values)
             drawn_from.append(probabilities)
         drawn = None if any(p is None for p in drawn_from) else mx.stack(drawn_from)
         return Draft(
-            mx.stack(tokens).astype(mx.int32), mx.stack(rows), drawn, {"script": mx.array(True)}, mx.stack(scores)
+            mx.stack(tokens).astype(mx.int32), mx.stack(rows), drawn, {"script": mx.array(True)}, mx.stack(ranks)
         )

@@ -6,9 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from choosing import drawn_at
 from started import started
 
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.target import Target
@@ -100,11 +101,9 @@ class ScriptedDrafter:
         assert state.tokens == self.text[: len(state.tokens)], "committed rows are not the text"
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [
-            self.draft(request.state, request.anchor, request.count, request.sample_draft) for request in requests
-        ]
+        return [self.draft(request.state, request.anchor, request.count, request.rule) for request in requests]
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
+    def draft(self, state: ScriptedState, anchor: int, count: int, rule: DraftRule) -> Draft:
         assert 1 <= count <= self.max_draft
         assert anchor == self.text[len(state.tokens)], "the anchor is not the text's next token"
         state.proposals += 1
@@ -113,7 +112,7 @@ class ScriptedDrafter:
             position = len(state.tokens) + 1 + index
             first = self._drafted(state.proposals, index, position)
             ids = mx.array([first, *((first + step) % self.vocab_size for step in (1, 2, 3))], dtype=mx.int32)
-            token, drawn_from = choose(position, ids, mx.array([LEAD, 0.0, 0.0, 0.0]))
+            token, _, drawn_from = drawn_at(rule, position, ids, mx.array([LEAD, 0.0, 0.0, 0.0]))
             chosen.append(token)
             candidates.append(ids)
             probabilities.append(drawn_from)

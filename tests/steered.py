@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+from choosing import Choose, Choosing
 from one_draft import extend, propose
 from scripted_drafters import Script
 
 from mlx_spec.decoding.accept import rule_for
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest
 from mlx_spec.drafters.chain import ChainDrafter, ChainState
-from mlx_spec.drafters.kv import ContextKV
+from mlx_spec.drafters.kv import ContextKV, packed, unpacked
 from mlx_spec.engine import Engine, Generation
 from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.target import Target
@@ -30,10 +31,10 @@ class Steered:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return self.drafter.propose(
-            [replace(request, sample_draft=self.led(request.state)) for request in requests]
+            [replace(request, rule=Choosing(self.led(request.state))) for request in requests]
         )
 
-    def led(self, state: ChainState) -> SampleDraft:
+    def led(self, state: ChainState) -> Choose:
         """Draw what the script asks for."""
         self.proposals += 1
 
@@ -56,7 +57,8 @@ def fresh_state(drafter: ChainDrafter, target: Target, tokens: list[int]) -> Cha
 
 def rows_of(context: ContextKV) -> mx.array:
     """Return what a context holds by position, from its base on: [n, layers, 2, KV, D]."""
-    pool, table, length = context.pages()
+    _, pages = unpacked(packed([context]), 1, 0)
+    pool, table, length = context.pool.data, *pages
     return pool[table[0]].transpose(0, 3, 1, 2, 4, 5).flatten(0, 1)[: length.item()]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from choosing import GREEDY
 from mlx_lm.utils import load_model
 from one_draft import block, extend, propose
 
@@ -154,10 +155,6 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
-
-
 def test_the_dequantised_checkpoint_drafts_alike_in_the_official_code(
     plain_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +178,7 @@ def test_the_dequantised_checkpoint_drafts_alike_in_the_official_code(
         features, anchor = aux_hidden_states[start:end], text[end]
         extend(ours, state, Committed(start, mx.array(text[start:end]), features))
         hidden = block(ours, state, anchor, ours.config.block_size)
-        path = propose(ours, state, anchor, ours.max_draft, greedy).tokens.tolist()
+        path = propose(ours, state, anchor, ours.max_draft, GREEDY).tokens.tolist()
         expected = official.hidden_states(mx.array([[anchor] + [mask] * ours.max_draft]), features[None], cache)
         logits = official.compute_logits(expected[:, 1:])
         selected = official.candidate_selector.select(expected[:, 1:], logits, mx.array([anchor]), 0)[0]

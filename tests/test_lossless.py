@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import drawn_at
 from scripted_drafters import (
     Finished,
     Script,
@@ -28,7 +29,7 @@ from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import CONFIGS, tiny_target
 
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.drafters.base import Draft, SampleDraft
+from mlx_spec.drafters.base import Draft, DraftRule
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.costs import Costs
@@ -251,14 +252,14 @@ def test_a_drafter_with_the_targets_own_scores_draws_the_targets_tokens() -> Non
     class Twin(ScriptedDrafter):
         """Draws from the target's scores instead of knowing the text."""
 
-        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
+        def draft(self, state: Any, anchor: int, count: int, rule: DraftRule) -> Draft:
             first = len(state.tokens) + 1
             scores = [
                 logits[at - len(request.prompt)].astype(mx.float32) if at < len(self.text) else mx.zeros((96,))
                 for at in range(first, first + count)
             ]
             ids = mx.arange(96)
-            tokens = mx.stack([choose(first + j, ids, row)[0] for j, row in enumerate(scores)])
+            tokens = mx.stack([drawn_at(rule, first + j, ids, row).token for j, row in enumerate(scores)])
             return Draft(tokens.astype(mx.int32), mx.stack([ids] * count))
 
     done = run(Engine(target, Twin(target, expected.text, always_right)), with_depth(request, 6))

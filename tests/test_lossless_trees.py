@@ -24,7 +24,7 @@ from tiny_models import CONFIGS, HYBRIDS, tiny_target
 from mlx_spec import load
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.diagnose.rows import RowCheck
-from mlx_spec.drafters.base import Draft, Drafter, SampleDraft
+from mlx_spec.drafters.base import Draft, Drafter, DraftRule
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
@@ -268,8 +268,8 @@ class Thicket(RankedDrafter):
 
     parents = (0, 1, 2, 0, 4, 5, 1, 7, 4, 9, 0)
 
-    def draft(self, state: ScriptedState, anchor: int, count: int, choose: SampleDraft) -> Draft:
-        chain, tree = super().draft(state, anchor, count, choose), tree_of(self.parents)
+    def draft(self, state: ScriptedState, anchor: int, count: int, rule: DraftRule) -> Draft:
+        chain, tree = super().draft(state, anchor, count, rule), tree_of(self.parents)
         if count < max(tree.depths):
             return chain
         lots, first = np.random.default_rng([state.proposals, 5]).random(tree.num_rows) < 0.5, len(state.tokens)

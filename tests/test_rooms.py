@@ -27,7 +27,7 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness store wiring",
+        "mlx_spec.measure": "costs exactness random_models scripted store wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
@@ -40,15 +40,15 @@ LEVELS: list[dict[str, str]] = [
     },
     {
         "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
-        "mlx_spec.drafters.dflash2": "block config drafter kind load selector tensors writer",
+        "mlx_spec.drafters.dflash2": "block config drafter forward kind load selector tensors writer",
         "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
     },
     {"mlx_spec.checkpoints": "hub"},
     {
         "mlx_spec.demo": "gguf model",
-        "mlx_spec.target": "batch_layout delta_net families layers linears model_config pages recurrent rope "
-        "target",
+        "mlx_spec.target": "batch_layout delta_net families graphs layers linears model_config pages recurrent "
+        "rope target",
     },
     {"mlx_spec.checkpoints": "config rope_settings settings tensors torch_file"},
     {"mlx_spec": "cache_folder errors"},
@@ -56,7 +56,8 @@ LEVELS: list[dict[str, str]] = [
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
         "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows "
-        "rms_norm_rows rope row_products row_spans topk_rows",
+        "rms_norm_rows rope row_products row_spans stack_rows "
+        "topk_rows walk_rows",
     },
     {
         "metal_kernels.launching": "cache_folder constants cores cpu_build cpu_library cuda_dialect "
@@ -155,15 +156,16 @@ def test_a_drafter_knows_no_other(room: str) -> None:
 
 
 def test_a_kind_of_drafter_is_one_folder_and_one_line() -> None:
-    """Outside its folder nothing but the tuple of kinds, and what fetches and extracts MTP heads, names it."""
+    """Outside its folder nothing but the tuple of kinds, random ones, and what extracts MTP heads, names it."""
     named: dict[str, set[str]] = {room: set() for room in APART}
     for name, path in files().items():
         for room in APART:
             if not name.startswith(room) and any(other.startswith(f"{room}.") for other in imports(path)):
                 named[room].add(name)
-    assert named["mlx_spec.drafters.eagle"] == {"mlx_spec.loading.drafter"}
-    assert named["mlx_spec.drafters.dflash2"] == {"mlx_spec.loading.drafter", "mlx_spec.cli.quantize_drafter"}
-    assert named["mlx_spec.drafters.mtp"] == {"mlx_spec.loading.drafter", "mlx_spec.cli.extract_mtp"}
+    every = {"mlx_spec.loading.drafter", "mlx_spec.measure.random_models"}
+    assert named["mlx_spec.drafters.eagle"] == every
+    assert named["mlx_spec.drafters.dflash2"] == every | {"mlx_spec.cli.quantize_drafter"}
+    assert named["mlx_spec.drafters.mtp"] == every | {"mlx_spec.cli.extract_mtp"}
 
 
 def test_packages_import_neither_tools_nor_tests() -> None:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.launching.implementations import implementation
 from mlx_spec.diagnose.rows import logits_alone
+from mlx_spec.measure.random_models import CONFIGS, random_model
 from mlx_spec.target import CachedSequence, Target
-from tools.random_models import CONFIGS, random_model
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

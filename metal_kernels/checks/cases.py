@@ -30,7 +30,9 @@ from metal_kernels.norm_rope import context_kv, qkv_norm_rope
 from metal_kernels.qmm_rows import qmm_rows
 from metal_kernels.rope import Rope
 from metal_kernels.row_spans import RowSpans
+from metal_kernels.stack_rows import stack_rows
 from metal_kernels.topk_rows import topk_rows
+from metal_kernels.walk_rows import walk_rows
 
 ROWS = MAX_VERIFY_ROWS
 SLOTS = 32
@@ -247,6 +249,18 @@ def accept(drafts: int = 7) -> CaseRun:
     return each_row(operation, drafted.astype(mx.int32), choices, finite)
 
 
+def walk(steps: int = 7, candidates: int = 16) -> CaseRun:
+    """Sixteen blocks."""
+    ranks = random(2, ROWS, steps, candidates, candidates, dtype=mx.float32)
+    return each_row(lambda each: (walk_rows(each),), ranks)
+
+
+def stack(layers: int = 24, kv_heads: int = 2, dim: int = 64) -> CaseRun:
+    """Keys and values of more layers than one launch takes."""
+    parts = [random(layer, ROWS, 2, kv_heads, dim) for layer in range(layers)]
+    return each_row(lambda *rows: (stack_rows([part.swapaxes(0, 1) for part in rows]),), *parts)
+
+
 def delta(
     key_heads: int = 2, value_heads: int = 4, dim: int = 32, raw: bool = False, advance: bool = False
 ) -> CaseRun:
@@ -331,6 +345,8 @@ CASES = (
     Case("argmax_rows", argmax),
     Case("logprob_rows", logprob),
     Case("accept_rows", accept),
+    Case("walk_rows", walk),
+    Case("stack_rows", stack),
     Case("gated_delta_rows", delta),
     Case("gated_delta_advance", partial(delta, raw=True, advance=True)),
     Case("causal_conv_rows", causal_conv),

@@ -1,12 +1,12 @@
 """Which drafted tokens are accepted, and which token follows them.
 
-Each rule has two sides that belong together: ``rank_candidates`` and ``sample_draft`` draw drafted tokens,
+Each rule has two sides that belong together: it says how drafted tokens are drawn, see ``DraftRule``, and
 ``accept`` compares them with the target. Everything stays in the graph; nothing here waits for the device. What
 ``accept`` returns is all that the host reads of a round: int32 [k + 2 + flags], the drafts, the last accepted row
 (of a chain: how many drafts are), the token after it, and whether all entries of each flag are true.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 from metal_kernels import accept_rows, ints
 from mlx_spec.decoding import noise
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.drafters.base import Draft
+from mlx_spec.drafters.base import Draft, DraftRule, Drawn
 from mlx_spec.drafters.tree import Tree
 
 
@@ -37,16 +37,8 @@ class VerifiedRows:
     usable: mx.array | None = None
 
 
-class AcceptRule(Protocol):
+class AcceptRule(DraftRule, Protocol):
     """How drafts are drawn and judged."""
-
-    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
-        """Return values [K] of candidates ids [K] with scores [K] for ``position``; the largest is drafted."""
-        ...
-
-    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Draw the token that ranks first; see drafters.base.SampleDraft."""
-        ...
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
         """Return [k + 1, V] whose largest entries are the target's own tokens, or None where it takes more.
@@ -73,13 +65,21 @@ def rule_for(sampling: Sampling, vocab_size: int) -> AcceptRule:
 class Greedy:
     """The most likely token on both sides."""
 
-    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
-        """Rank by score."""
-        return scores
+    way: Hashable = "greedy"
 
-    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Return the best candidate."""
-        return ids[mx.argmax(scores)], None
+    def noise(self, position: int, count: int, candidates: int) -> None:
+        """Return nothing."""
+
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank by score."""
+        return scores.astype(mx.float32)
+
+    def probabilities(self, scores: mx.array) -> None:
+        """Return nothing: nothing is drawn."""
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Take the best candidate."""
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Return the scores: there is no noise."""
@@ -100,15 +100,24 @@ class Coupled:
         self.seed = seed
         self.temp = temp
         self.vocab_size = vocab_size
+        self.way = "coupled", temp
         self._drawn: dict[int, mx.array] = {}
 
-    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
-        """Rank with the target's noise at the candidates."""
-        return scores / self.temp + self._noise(position)[ids]
+    def noise(self, position: int, count: int, candidates: int) -> mx.array:
+        """Return the target's noise."""
+        return mx.stack([self._noise(position + i) for i in range(count)])
 
-    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Draw with the target's noise at the candidates: likely the token that the target will draw."""
-        return ids[mx.argmax(self.rank_candidates(position, ids, scores))], None
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank with the target's noise at the candidates."""
+        assert noise is not None
+        return scores.astype(mx.float32) / self.temp + mx.take_along_axis(noise, ids, axis=-1)
+
+    def probabilities(self, scores: mx.array) -> None:
+        """Return nothing: the noise decides, whatever was drafted."""
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw with the target's noise: likely the token that the target will draw."""
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array:
         """Add the noise of each row's position."""
@@ -137,14 +146,28 @@ class Rejection:
     seed: int
     temp: float
 
-    def rank_candidates(self, position: int, ids: mx.array, scores: mx.array) -> mx.array:
-        """Rank with noise of the draft's own: a draw without replacement."""
-        return scores.astype(mx.float32) / self.temp + noise.gumbel(self.seed, position, noise.DRAFT, ids.size)
+    @property
+    def way(self) -> Hashable:
+        """Tell temperatures apart."""
+        return "rejection", self.temp
 
-    def sample_draft(self, position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Draw from the draft distribution and return it."""
-        drawn = mx.argmax(self.rank_candidates(position, ids, scores))
-        return ids[drawn], mx.softmax(scores.astype(mx.float32) / self.temp)
+    def noise(self, position: int, count: int, candidates: int) -> mx.array:
+        """Return noise of the draft's own."""
+        positions = range(position, position + count)
+        return mx.stack([noise.gumbel(self.seed, at, noise.DRAFT, candidates) for at in positions])
+
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Rank with noise of the draft's own: next in rank are draws without replacement."""
+        assert noise is not None
+        return scores.astype(mx.float32) / self.temp + noise
+
+    def probabilities(self, scores: mx.array) -> mx.array:
+        """Return the draft distribution."""
+        return mx.softmax(scores.astype(mx.float32) / self.temp, axis=-1)
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw from the draft distribution."""
+        return drawn_by(self, ids, scores, noise)
 
     def perturbed_scores(self, scores: mx.array, anchor_position: int, depths: Sequence[int]) -> mx.array | None:
         """Return nothing: what is emitted depends on what was drafted."""
@@ -197,6 +220,12 @@ class Rejection:
     def _chance(self, position: int, turn: int) -> mx.array:
         """Return a number from 0 to 1 for the draft that is judged at ``position`` in a turn."""
         return mx.random.uniform(key=noise.key(self.seed, position, noise.ACCEPT + turn))
+
+
+def drawn_by(rule: DraftRule, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+    """Return the candidate that ranks first by a rule."""
+    ranks = rule.ranks(ids, scores, noise)
+    return Drawn(ids[mx.argmax(ranks)].astype(mx.int32), ranks, rule.probabilities(scores))
 
 
 def equal_drafts(draft: Draft, verified: VerifiedRows) -> mx.array:

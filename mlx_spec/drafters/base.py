@@ -4,17 +4,64 @@ A drafter reads hidden states of rows that the target has committed, and drafts 
 touches the target's cache and never decides what is accepted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 from mlx_spec.target import PagePool
 
-SampleDraft = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array | None]]
-"""Draws a drafted token: (position, candidate ids [K], scores [K]) to (token, probabilities [K] or None)."""
+
+class Drawn(NamedTuple):
+    """A drafted token.
+
+    token: int32 scalar.
+    ranks: [K] float32, of the candidates; the token's is the largest.
+    probabilities: [K] float32, of the candidates; None where the rule needs none later.
+    """
+
+    token: mx.array
+    ranks: mx.array
+    probabilities: mx.array | None = None
+
+
+class DraftRule(Protocol):
+    """How a request draws drafted tokens from candidates.
+
+    way: equal for rules whose ``draw`` differs by its arguments alone; one graph serves these.
+    """
+
+    @property
+    def way(self) -> Hashable: ...
+
+    def noise(self, position: int, count: int, candidates: int) -> mx.array | None:
+        """Return what draws for ``count`` positions from ``position`` on read besides scores.
+
+        Float32 [count, V] or [count, candidates]; None where they read nothing else.
+        """
+        ...
+
+    def ranks(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> mx.array:
+        """Return values of candidates, float32 [..., K], of which the largest is drawn.
+
+        ids: int32 [..., K].
+        scores: [..., K].
+        noise: of their positions, see ``noise``: [..., V or candidates].
+        """
+        ...
+
+    def probabilities(self, scores: mx.array) -> mx.array | None:
+        """Return the distribution that is drawn from, float32 [..., K], where it is needed later."""
+        ...
+
+    def draw(self, ids: mx.array, scores: mx.array, noise: mx.array | None) -> Drawn:
+        """Draw one of the candidates ids [K] int32 with scores [K], lazily.
+
+        noise: that of one position, see ``noise``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,11 +71,13 @@ class Committed:
     position: of the first row.
     tokens: [n] int32, the rows' token ids.
     aux_hidden_states: [n, T * H], outputs of the drafter's ``target_layer_ids`` side by side.
+    ahead: what the drafter computed of these rows already, see ``DraftsAhead``.
     """
 
     position: int
     tokens: mx.array
     aux_hidden_states: mx.array
+    ahead: "Ahead | None" = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +88,8 @@ class Draft:
     candidates: [k, K] int32, the token ids that each was chosen from, the best first.
     probabilities: [k, K] float32, the distribution that each was drawn from; None where it was not drawn.
     finite: by name of a stage of the draft pass, whether all its numbers are finite: bool of any shape.
-    scores: [k, K] float32, of the candidates; None if the drafter gives none, then no siblings can be added.
+    ranks: [k, K] float32, of the candidates, the drawn one's is the largest; None if the drafter gives none, then
+        no siblings can be added.
     parents: see ``Tree``; None for a chain. Siblings are drawn from one distribution, without replacement, in
         their order.
     """
@@ -48,8 +98,17 @@ class Draft:
     candidates: mx.array
     probabilities: mx.array | None = None
     finite: Mapping[str, mx.array] = field(default_factory=dict)
-    scores: mx.array | None = None
+    ranks: mx.array | None = None
     parents: tuple[int, ...] | None = None
+
+    def first(self, count: int) -> "Draft":
+        """Return a chain of the first ``count`` tokens at most."""
+        if count >= self.tokens.size:
+            return self
+        parts = (self.tokens, self.candidates, self.probabilities, self.ranks)
+        tokens, candidates, probabilities, ranks = (None if x is None else x[:count] for x in parts)
+        assert tokens is not None and candidates is not None
+        return Draft(tokens, candidates, probabilities, self.finite, ranks)
 
     @property
     def tree(self) -> Tree:
@@ -64,24 +123,83 @@ class DraftRequest:
     state: the drafter's state of this sequence.
     anchor: the token that the drafts follow.
     count: tokens to draft.
-    sample_draft: draws each of them.
+    rule: draws each of them.
     """
 
     state: Any
     anchor: int
     count: int
-    sample_draft: SampleDraft
+    rule: DraftRule
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The rows of one sequence's round whose outcome the host has not read.
+
+    position: of the anchor.
+    tree: of the rows.
+    tokens: [k + 1] int32, of the rows.
+    aux_hidden_states: [k + 1, T * H], see Committed.
+    outcome: int32, what ``AcceptRule.accept`` returned.
+    """
+
+    position: int
+    tree: Tree
+    tokens: mx.array
+    aux_hidden_states: mx.array
+    outcome: mx.array
+
+
+class Outcome(NamedTuple):
+    """What became of a round's k + 1 rows, in the graph.
+
+    path: int32 [k + 1], the accepted rows from the anchor on, then any others; None where these come in order.
+    accepted: int32 [1], how many drafts are accepted.
+    emitted: int32 [k + 1], the tokens after the rows of the path; ``following`` after the last of them.
+    following: int32 [1], the token after the accepted ones: the next anchor.
+    """
+
+    path: mx.array | None
+    accepted: mx.array
+    emitted: mx.array
+    following: mx.array
+
+    @staticmethod
+    def of(tree: Tree, outcome: mx.array) -> "Outcome":
+        """Take apart what ``AcceptRule.accept`` returned for the rows of a tree."""
+        k = tree.num_rows - 1
+        last, following = outcome[k], outcome[k + 1]
+        emitted = tree.emitted(last, outcome[:k], following)
+        path = None if tree.is_chain else tree.rows_to(last)
+        emitted = emitted if path is None else emitted[path]
+        return Outcome(path, tree.depth_of(last).reshape(1), emitted, following.reshape(1))
+
+    def rows(self, x: mx.array) -> mx.array:
+        """Return what was computed of the rows, [k + 1, ...], in the order of the path."""
+        return x if self.path is None else x[self.path]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A draft that was made before the host read the round before.
+
+    draft: the drafted tokens.
+    rows: what the drafter keeps of that round's rows, in the order of the accepted path.
+    """
+
+    draft: Draft
+    rows: Any = None
+
+
+def stacked(rows: Sequence[mx.array | None]) -> mx.array | None:
+    """Stack the distributions [K] that tokens were drawn from, or return None where none is needed."""
+    kept = [row for row in rows if row is not None]
+    return mx.stack(kept) if kept else None
 
 
 def nothing_drafted() -> Draft:
     """Return a draft without tokens."""
     return Draft(mx.zeros((0,), dtype=mx.int32), mx.zeros((0, 0), dtype=mx.int32))
-
-
-def stack_drawn(rows: list[mx.array | None]) -> mx.array | None:
-    """Stack the distributions [K] that tokens were drawn from, or return None where none was drawn."""
-    drawn = [row for row in rows if row is not None]
-    return mx.stack(drawn) if drawn else None
 
 
 class DrafterState(Protocol):
@@ -93,6 +211,20 @@ class DrafterState(Protocol):
 
     def free(self) -> None:
         """Free what it holds; the state is not used afterwards."""
+        ...
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter that can draft after a round of which the host has read nothing yet."""
+
+    def propose_ahead(self, state: Any, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
+        """Draft ``count`` tokens after the rows that a round will accept, lazily.
+
+        state: it holds all rows before the round's anchor, and stays what it is. Once the accepted rows are added
+            to it, with the result as ``Committed.ahead``, the draft is that of the next round.
+        Returns None where the drafter has not seen enough of the sequence.
+        """
         ...
 
 

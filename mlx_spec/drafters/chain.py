@@ -7,17 +7,30 @@ head's own output, are kept beside the context and forgotten when the round ends
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, nothing_drafted, stack_drawn
+from mlx_spec.drafters.base import (
+    Ahead,
+    Committed,
+    Draft,
+    DraftRequest,
+    DraftRule,
+    Outcome,
+    Unread,
+    nothing_drafted,
+    stacked,
+)
 from mlx_spec.drafters.draft_head import DraftHead
-from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.kv import ContextKV, ContextPages, append_to, context_pool, packed, unpacked
+from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
+from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.layers import Attention
 
 MAX_DRAFTS = 7
@@ -25,8 +38,7 @@ MAX_DRAFTS = 7
 CANDIDATES = 16
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
+class AttentionInputs(NamedTuple):
     """Rows before attention.
 
     residual: [R, H], what attention's output is added to.
@@ -89,12 +101,14 @@ class ChainState:
     hidden: [m, H], the target's hidden states of the m pending rows.
     following: [m - 1] int32, the tokens after all pending rows but the newest.
     first: position of the first pending row, where the context ends.
+    written: how many of the pending rows lie after the context's cursor already, see ``ContextKV.write_ahead``.
     """
 
     context: ContextKV
     hidden: mx.array
     following: mx.array
     first: int = 0
+    written: int = 0
 
     @property
     def position(self) -> int:
@@ -104,6 +118,19 @@ class ChainState:
     def fork(self) -> "ChainState":
         """Return an independent copy."""
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
+
+    def move(self, count: int) -> None:
+        """Take the first ``count`` pending rows for rows of the context, where their keys and values are."""
+        # One statement, so that an interruption finds the four at the same position.
+        pending = self.hidden[count:], self.following[count:], self.first + count, 0
+        self.hidden, self.following, self.first, self.written = pending
+
+    def settle(self) -> None:
+        """Make all pending rows but the newest part of the context, where they are written already."""
+        if self.written and self.written == self.following.size:
+            self.context.advance(self.written)
+            self.move(self.written)
+        self.written = 0
 
     def free(self) -> None:
         """Release the pages of the context."""
@@ -137,6 +164,7 @@ class ChainDrafter:
         self.max_draft = MAX_DRAFTS
         self.head = head
         self.embed = embed or target.embed
+        self._graphs = Graphs()
         self._nothing = mx.zeros((0, forward.width), dtype=target.dtype), mx.zeros((0,), dtype=mx.int32)
         like = mx.zeros((1, forward.width), dtype=target.dtype), mx.zeros((1,), dtype=mx.int32)
         self.pool = context_pool(forward.pre_attention(self.embed(like[1]), *like).context_rows)
@@ -159,8 +187,14 @@ class ChainDrafter:
             self._extend(state, committed)
 
     def _extend(self, state: ChainState, committed: Committed) -> None:
+        if committed.ahead is not None:
+            count = committed.tokens.size
+            state.hidden, state.following = committed.ahead.rows[: count + 1], committed.tokens.astype(mx.int32)
+            state.written = count
+            return
+        state.written = 0
         if state.hidden.shape[0] > MAX_VERIFY_ROWS:
-            self._complete(state, self._pre_attention(state, state.following), state.hidden.shape[0] - 1)
+            self._complete_all(state)
             mx.async_eval(self.pool.data)
         known = committed.tokens if state.hidden.shape[0] else committed.tokens[1:]
         hidden = mx.concatenate([state.hidden, self.forward.features(committed.aux_hidden_states)])
@@ -175,28 +209,147 @@ class ChainDrafter:
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
         for request in requests:
-            if not 1 <= request.count <= self.max_draft:
-                raise RequestError(
-                    f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
-                )
+            self._check(request.count)
+            request.state.settle()
         ready = [request for request in requests if request.state.hidden.shape[0]]
         drafts = iter(self._chains(ready) if ready else [])
         return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
 
+    def propose_ahead(self, state: ChainState, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
+        """Draft after rows that the host has not read, see ``DraftsAhead``.
+
+        Keys and values of all of them are written after the context; those of rejected rows are never seen.
+        """
+        self._check(count)
+        state.settle()
+        if not state.hidden.shape[0]:
+            return None
+        self._complete_all(state)
+        tree = unread.tree
+        begin = self._graphs.of(("begin ahead", tree), partial(self._enter_ahead, tree))
+        first = mx.array([state.first], dtype=mx.int32)
+        inputs, chosen, rows, hidden = begin(
+            unread.tokens[:1], state.hidden, unread.aux_hidden_states, unread.outcome, first
+        )
+        state.context.write_ahead(rows)
+        numbers = packed([state.context], [state.first])
+        noise = rule.noise(unread.position + 2, tree.num_rows - 1 + count, self.candidates)
+        graph = self._graphs.of(("ahead", tree, count, rule.way), partial(self._pass_ahead, tree, count, rule))
+        steps = [Step(*step) for step in graph(inputs, chosen, numbers, self.pool.data, noise, unread.outcome)]
+        return Ahead(draft_of(steps, 0), hidden)
+
+    def _check(self, count: int) -> None:
+        if not 1 <= count <= self.max_draft:
+            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
+
+    def _enter_ahead(
+        self,
+        tree: Tree,
+        anchor: mx.array,
+        pending: mx.array,
+        aux_hidden_states: mx.array,
+        outcome: mx.array,
+        first: mx.array,
+    ) -> tuple[AttentionInputs, mx.array, mx.array, mx.array]:
+        """Run the pending row and the rows of a tree up to attention, in the order of the accepted path.
+
+        anchor: int32 [1], the token after the pending row.
+        pending: [1, H], its hidden state.
+        aux_hidden_states: [R, T * H], of the tree's rows.
+        outcome: see ``AcceptRule.accept``.
+        first: int32 [1], position of the pending row.
+        Returns the newest accepted row, its hidden state, the context rows of all rows before the last, and the
+        hidden states of all [R + 1, H].
+        """
+        became = Outcome.of(tree, outcome)
+        hidden = mx.concatenate([pending, self.forward.features(became.rows(aux_hidden_states))])
+        following = mx.concatenate([anchor, became.emitted])
+        positions = first + mx.arange(tree.num_rows + 1, dtype=mx.int32)
+        inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
+        newest = became.accepted + 1
+        return inputs.select(newest), hidden[newest], inputs.context_rows[: tree.num_rows], hidden
+
+    def _pass_ahead(
+        self,
+        tree: Tree,
+        count: int,
+        rule: DraftRule,
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        numbers: mx.array,
+        pool: mx.array,
+        noise: mx.array | None,
+        outcome: mx.array,
+    ) -> list["Step"]:
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+
+        numbers: as there, of the context before the tree's rows, with the position of the pending row.
+        noise: of all positions that may come.
+        outcome: see ``AcceptRule.accept``.
+        """
+        (first,), pages = unpacked(numbers, 1, 1)
+        became = Outcome.of(tree, outcome)
+        after = became.accepted + 1
+        pages = ContextPages(pages.pages, pages.lengths + after)
+        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
+        return self._draft(count, [rule], AttentionInputs(*inputs), hidden, first + after, pages, pool, noises)
+
     def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        states, rules = [request.state for request in requests], [request.rule for request in requests]
         inputs, hidden = self._begin(requests)
-        pages = pages_of([request.state.context for request in requests])
+        most = max(request.count for request in requests)
+        numbers = packed([state.context for state in states], [state.position - 1 for state in states])
+        noises = [
+            rule.noise(state.position + 1, most, self.candidates)
+            for rule, state in zip(rules, states, strict=True)
+        ]
+        ways = tuple(rule.way for rule in rules)
+        graph = self._graphs.of(("chains", most, ways), partial(self._pass, most, rules))
+        steps = [Step(*step) for step in graph(inputs, hidden, numbers, self.pool.data, noises)]
+        return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
+
+    def _pass(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        numbers: mx.array,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> list["Step"]:
+        """Draft ``count`` tokens for N sequences.
+
+        rules: of these; only what ``way`` tells apart is read.
+        inputs, hidden: of the first row of each chain, see ``_begin``.
+        numbers: see ``packed``: the positions of these rows, and the contexts.
+        pool: see ``PagePool.data``.
+        noises: of the rules, see ``DraftRule.noise``.
+        """
+        (first,), pages = unpacked(numbers, len(rules), 1)
+        return self._draft(count, rules, AttentionInputs(*inputs), hidden, first, pages, pool, noises)
+
+    def _draft(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        inputs: AttentionInputs,
+        hidden: mx.array,
+        first: mx.array,
+        pages: ContextPages,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> list["Step"]:
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
-        for index in range(max(request.count for request in requests)):
+        for index in range(count):
             if index:
-                positions = mx.array([request.state.position - 1 + index for request in requests], dtype=mx.int32)
-                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, positions)
+                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, first + index)
             queries.append(inputs.queries[:, None])
             keys_values.append(inputs.keys_values[:, :, None])
-            attended = self._attend(pages, mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2))
-            scored, hidden = self.forward.post_attention(inputs, attended[:, -1])
-            steps.append(self._step(scored, requests, steps))
-        return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
+            rows = mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2)
+            scored, hidden = self.forward.post_attention(inputs, self._attend(pool, pages, *rows)[:, -1])
+            steps.append(self._step(scored, rules, [None if noise is None else noise[index] for noise in noises]))
+        return steps
 
     def _begin(self, requests: Sequence[DraftRequest]) -> tuple[AttentionInputs, mx.array]:
         """Run the pending rows of N sequences up to attention, and move all but the newest of each to the context.
@@ -205,19 +358,38 @@ class ChainDrafter:
         """
         states = [request.state for request in requests]
         counts = [state.hidden.shape[0] for state in states]
+        newest = [end - 1 for end in accumulate(counts)]
         anchors = mx.array([request.anchor for request in requests], dtype=mx.int32)
         following = [part for n, state in enumerate(states) for part in (state.following, anchors[n : n + 1])]
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
-        hidden = mx.concatenate([state.hidden for state in states])
-        embedded = self.embed(mx.concatenate(following))
-        inputs = self.forward.pre_attention(embedded, hidden, mx.array(positions, dtype=mx.int32))
-        newest = [end - 1 for end in accumulate(counts)]
-        for state, count, last in zip(states, counts, newest, strict=True):
-            if count > 1:
-                self._complete(state, inputs.select(slice(last + 1 - count, last)), count - 1)
+        hidden = states[0].hidden if len(states) == 1 else mx.concatenate([state.hidden for state in states])
+        numbers = mx.array([*positions, *newest], dtype=mx.int32)
+        begin = partial(self._enter, len(states))
+        graph = self._graphs.of(("begin", len(states)), begin) if len(positions) <= MAX_VERIFY_ROWS else begin
+        inputs, chosen, rows = graph(mx.concatenate(following), hidden, numbers)
+        moved = [
+            (state, rows[last + 1 - count : last], count - 1)
+            for state, count, last in zip(states, counts, newest, strict=True)
+            if count > 1
+        ]
+        self._complete(moved)
+        return AttentionInputs(*inputs), chosen
+
+    def _enter(
+        self, sequences: int, following: mx.array, hidden: mx.array, numbers: mx.array
+    ) -> tuple[AttentionInputs, mx.array, mx.array]:
+        """Run n pending rows of N sequences up to attention.
+
+        following: int32 [n], the tokens after them.
+        hidden: [n, H].
+        numbers: int32 [n + N], their positions, and which of them is the newest of each sequence.
+        Returns the newest row of each, their hidden states, and the context rows of all n.
+        """
+        positions, newest = numbers[: following.size], numbers[following.size :]
+        inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
         # A slice is a view; an index copies.
-        part = slice(newest[0], None) if len(requests) == 1 else mx.array(newest)
-        return inputs.select(part), hidden[part]
+        part = slice(following.size - 1, None) if sequences == 1 else newest
+        return inputs.select(part), hidden[part], inputs.context_rows
 
     def rewind(self, state: ChainState, position: int) -> int:
         """Forget rows from ``position`` on, and return the position where the next committed rows must begin.
@@ -226,6 +398,7 @@ class ChainDrafter:
         successor may change, so the target has to run it again. Where the window before that row is not held
         either, the context begins again, a window earlier.
         """
+        state.written = 0
         # An interrupted round may have moved rows to the context that are still pending.
         state.context.rewind(state.first)
         if position < state.position:
@@ -243,69 +416,69 @@ class ChainDrafter:
         positions = mx.arange(state.first, state.first + count, dtype=mx.int32)
         return self.forward.pre_attention(self.embed(following), state.hidden[:count], positions)
 
-    def _complete(self, state: ChainState, inputs: AttentionInputs, count: int) -> None:
-        """Move the first ``count`` pending rows to the context."""
-        if count:
-            state.context.append(state.first, inputs.context_rows[:count])
-            # One statement, so that an interruption finds the three at the same position.
-            pending = state.hidden[count:], state.following[count:], state.first + count
-            state.hidden, state.following, state.first = pending
+    def _complete(self, moved: Sequence[tuple[ChainState, mx.array, int]]) -> None:
+        """Move the first pending rows of some states to their contexts, in one write.
 
-    def _attend(
-        self, pages: tuple[mx.array, mx.array, mx.array], queries: mx.array, keys_values: mx.array
-    ) -> mx.array:
+        moved: a state, their context rows, and how many they are.
+        """
+        append_to([(state.context, state.first, rows) for state, rows, _ in moved])
+        for state, _, count in moved:
+            state.move(count)
+
+    def _complete_all(self, state: ChainState) -> None:
+        """Move all pending rows of a state but the newest to its context."""
+        if count := state.following.size:
+            self._complete([(state, self._pre_attention(state, state.following).context_rows, count)])
+
+    def _attend(self, pool: mx.array, context: ContextPages, queries: mx.array, keys_values: mx.array) -> mx.array:
         """Attend from the rows of N chains to their contexts and to each other.
 
-        pages: of the contexts, see ``pages_of``.
         queries: [N, R, heads, D].
         keys_values: [2, N, R, KV, D].
         Returns [N, R, heads, D].
         """
-        pool, table, lengths = pages
         keys, values = (side.squeeze(0).flatten(0, 1) for side in mx.split(keys_values, 2))
-        cached = Cached(table, lengths, queries.shape[1:2] * queries.shape[0])
+        cached = Cached(context.pages, context.lengths, queries.shape[1:2] * queries.shape[0])
         scale, window = self.forward.attention.scale, self.forward.attention.window
         attended = attention_rows(queries.flatten(0, 1), keys, values, pool, 0, cached, scale=scale, window=window)
         return attended.reshape(queries.shape)
 
-    def _step(self, hidden: mx.array, requests: Sequence[DraftRequest], before: Sequence["Step"]) -> "Step":
+    def _step(self, hidden: mx.array, rules: Sequence[DraftRule], noises: Sequence[mx.array | None]) -> "Step":
         """Draw the next token of each sequence.
 
         hidden: [N, H], what the output head reads.
-        requests: of the N sequences.
-        before: the steps before this one.
+        rules, noises: of the N sequences; the noise is that of this step.
         """
         scores = self.head.score(hidden)
-        values, ids, are_finite = topk_rows(scores, min(CANDIDATES, self.head.size))
+        values, ids, are_finite = topk_rows(scores, self.candidates)
         ids = ids if self.head.ids is None else self.head.ids[ids]
-        values = values.astype(mx.float32)
-        picked: list[tuple[mx.array, mx.array | None]] = []
-        for n, request in enumerate(requests):
-            if len(before) < request.count:
-                picked.append(request.sample_draft(request.state.position + 1 + len(before), ids[n], values[n]))
-            else:
-                # Its chain is complete; its row is computed with the others and not used.
-                picked.append((before[-1].tokens[n], None))
+        drawn = [
+            rule.draw(ids[n], values[n], noise) for n, (rule, noise) in enumerate(zip(rules, noises, strict=True))
+        ]
         # The kernel's flag is for all rows; several sequences need one each.
-        finite = are_finite[None] if len(requests) == 1 else mx.all(mx.isfinite(scores), axis=-1)
-        tokens = mx.stack([token for token, _ in picked]).astype(mx.int32)
-        return Step(tokens, ids, values, [probabilities for _, probabilities in picked], finite)
+        finite = are_finite[None] if len(rules) == 1 else mx.all(mx.isfinite(scores), axis=-1)
+        tokens, ranks = mx.stack([each.token for each in drawn]), mx.stack([each.ranks for each in drawn])
+        return Step(tokens, ids, ranks, [each.probabilities for each in drawn], finite)
+
+    @property
+    def candidates(self) -> int:
+        """K, how many candidates there are for each drafted token."""
+        return min(CANDIDATES, self.head.size)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One drafted token of each of N sequences.
 
     tokens: [N] int32.
     ids: [N, K] int32, the candidates.
-    scores: [N, K] float32, of the candidates.
-    probabilities: [K] float32 of each sequence, what its token was drawn from; None where it was not drawn.
+    ranks: [N, K] float32, of the candidates, see ``Drawn``.
+    probabilities: [K] float32 of each sequence, what its token was drawn from; None where it is not kept.
     finite: bool [N], whether all draft logits are finite.
     """
 
     tokens: mx.array
     ids: mx.array
-    scores: mx.array
+    ranks: mx.array
     probabilities: list[mx.array | None]
     finite: mx.array
 
@@ -315,7 +488,7 @@ def draft_of(steps: Sequence[Step], n: int) -> Draft:
     return Draft(
         mx.stack([step.tokens[n] for step in steps]),
         mx.stack([step.ids[n] for step in steps]),
-        stack_drawn([step.probabilities[n] for step in steps]),
+        stacked([step.probabilities[n] for step in steps]),
         {"draft logits": mx.all(mx.stack([step.finite[n] for step in steps]))},
-        mx.stack([step.scores[n] for step in steps]),
+        mx.stack([step.ranks[n] for step in steps]),
     )

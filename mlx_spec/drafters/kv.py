@@ -5,6 +5,7 @@ reaches any more are released, and ``base`` moves on.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -71,6 +72,15 @@ class ContextKV:
         """Append rows [n, layers, 2, KV, D], the first at ``position``, see ``append_to``."""
         append_to([(self, position, rows)])
 
+    def write_ahead(self, rows: mx.array) -> None:
+        """Write rows [n, layers, 2, KV, D] after the cursor, which stays where it is until ``advance``."""
+        self._held.write_ahead(rows)
+
+    def advance(self, count: int) -> None:
+        """Make the first ``count`` rows of ``write_ahead`` part of the context."""
+        self._held.advance(count)
+        self._drop_unreachable_pages()
+
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on; a position at or after the cursor changes nothing.
 
@@ -97,10 +107,6 @@ class ContextKV:
             self.rewind(position)
         else:
             self._begin(first)
-
-    def pages(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the pool [pages, layers, 2, PAGE_SLOTS, KV, D], the page table [1, P] and the length [1]."""
-        return pages_of([self])
 
     def _window_before(self, position: int) -> int:
         return position if self.keep is None else max(0, position - self.keep)
@@ -138,15 +144,29 @@ def append_to(updates: Sequence[tuple[ContextKV, int, mx.array]]) -> None:
         context._drop_unreachable_pages()
 
 
-def pages_of(contexts: Sequence[ContextKV]) -> tuple[mx.array, mx.array, mx.array]:
-    """Return what ``attention_rows`` reads of S contexts of one pool.
+class ContextPages(NamedTuple):
+    """What ``attention_rows`` reads of S contexts besides their pool.
 
-    That is the pool [pages, layers, 2, PAGE_SLOTS, KV, D], page tables [S, P] int32 and lengths [S] int32. Slot 0
-    of a context holds its position ``base``.
+    pages: page tables, int32 [S, P].
+    lengths: int32 [S]. Slot 0 of a context holds its position ``base``.
     """
+
+    pages: mx.array
+    lengths: mx.array
+
+
+def packed(contexts: Sequence[ContextKV], *columns: Sequence[int]) -> mx.array:
+    """Put the pages of S contexts, and further columns of S numbers, into one array of int32.
+
+    Every array that the host writes costs a transfer.
+    """
+    lengths = [context.cursor - context.base for context in contexts]
     table = page_table([context._held.pages for context in contexts])
-    numbers = [context.cursor - context.base for context in contexts]
-    # One array, because every array that the host writes costs a transfer.
-    packed = mx.array([*numbers, *(page for row in table for page in row)], dtype=mx.int32)
-    lengths, pages = mx.split(resident(packed), [len(contexts)])
-    return contexts[0].pool.data, pages.reshape(len(contexts), -1), lengths
+    columns = (*columns, lengths)
+    return mx.array([*(n for column in columns for n in column), *(n for row in table for n in row)], mx.int32)
+
+
+def unpacked(numbers: mx.array, sequences: int, columns: int) -> tuple[list[mx.array], ContextPages]:
+    """Take apart what ``packed`` put together: columns, int32 [S] each, and pages, in the device's memory."""
+    *parts, lengths, pages = mx.split(resident(numbers), [sequences * (i + 1) for i in range(columns + 1)])
+    return parts, ContextPages(pages.reshape(sequences, -1), lengths)

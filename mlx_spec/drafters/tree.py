@@ -98,6 +98,19 @@ class Tree:
         """
         return mx.concatenate([tokens, following.reshape(1)])[self._successors[last]]
 
+    def rows_to(self, last: mx.array) -> mx.array:
+        """Return the rows of the path to row ``last``, int32, from the anchor on: [R], filled up with any rows."""
+        return self._paths[last]
+
+    def depth_of(self, row: mx.array) -> mx.array:
+        """Return how far a row is from the anchor, int32."""
+        return row if self.is_chain else ints(*self.depths)[row]
+
+    @cached_property
+    def _paths(self) -> mx.array:
+        """Int32 [R, R]: row i holds the path to row i, then zeros."""
+        return self._table([[*path, *[0] * (self.num_rows - len(path))] for path in self.paths])
+
     @cached_property
     def _successors(self) -> mx.array:
         """Int32 [R, R]: for the path to row i, the number of the drafted token after row j, or k."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from metal_kernels import MAX_VERIFY_ROWS
-from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
+from metal_kernels import MAX_VERIFY_ROWS, is_traceable
+from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest, DraftsAhead, Unread
 from mlx_spec.engine.generation import Generation
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Pass
@@ -28,6 +28,8 @@ class DrafterStates:
             raise RequestError(f"max_drafter_states must be at least {MAX_VERIFY_ROWS}, not {max_states}.")
         self.drafter = drafter
         self.max_states = max_states
+        # Where a device computes while the host reads and decides.
+        self.drafts_ahead = is_traceable()
         # The least recently used first.
         self._used: dict[Generation, None] = {}
 
@@ -47,10 +49,18 @@ class DrafterStates:
             return []
         return self.drafter.propose(
             [
-                DraftRequest(generation.drafter_state, generation.tokens[-1], count, generation.rule.sample_draft)
+                DraftRequest(generation.drafter_state, generation.tokens[-1], count, generation.rule)
                 for generation, count in requests
             ]
         )
+
+    def propose_ahead(self, generation: Generation, count: int, unread: Unread) -> None:
+        """Draft for the next round of a generation, before the host has read what this one accepts.
+
+        Nothing is drafted for a generation that the drafter remembers nothing of, or by one that cannot do this.
+        """
+        if isinstance(self.drafter, DraftsAhead) and generation.drafter_state is not None and count:
+            generation.ahead = self.drafter.propose_ahead(generation.drafter_state, count, generation.rule, unread)
 
     def open(self, generation: Generation, position: int = 0) -> None:
         """Begin to remember a generation whose rows from ``position`` on will be shown."""
@@ -77,12 +87,14 @@ class DrafterStates:
             if generation.drafter_state is None:
                 self.open(generation, position)
             self._use(generation)
-            updates.append((generation.drafter_state, Committed(position, tokens, rows.aux_hidden_states)))
+            committed_rows = Committed(position, tokens, rows.aux_hidden_states, generation.ahead)
+            updates.append((generation.drafter_state, committed_rows))
         if self.drafter is not None and updates:
             self.drafter.extend(updates)
 
     def rewind(self, generation: Generation, position: int) -> None:
         """Forget what was shown of a generation from ``position`` on."""
+        generation.ahead = None
         if self.drafter is not None and generation.drafter_state is not None:
             self.drafter.rewind(generation.drafter_state, position)
 
@@ -111,6 +123,7 @@ class DrafterStates:
     def forget(self, generation: Generation) -> None:
         """Free the state of a generation; should it go on, the drafter begins anew there."""
         self._used.pop(generation, None)
+        generation.ahead = None
         if generation.drafter_state is not None:
             generation.drafter_state.free()
             generation.drafter_state = None

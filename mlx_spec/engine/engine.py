@@ -244,7 +244,7 @@ class Engine:
 
     def _come_to_rest(self, generations: Sequence[Generation], also: Any = None) -> None:
         """Compute what these generations left lazy: another thread may go on with them."""
-        states = [(generation.drafter_state, generation.rule) for generation in generations]
+        states = [(each.drafter_state, each.rule, each.ahead) for each in generations]
         compute(self.target.pool.data, states, also)
 
     def _rounds(

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_spec.decoding.accept import AcceptRule
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
+from mlx_spec.drafters.base import Ahead
 from mlx_spec.engine.draft_policy import DepthPolicy
 from mlx_spec.engine.request import Request
 from mlx_spec.engine.statistics import Statistics
@@ -31,6 +32,8 @@ class Generation:
     last_turn: the number of the last turn that it had, counted over all generations of the engine.
     judged: what ``is_end`` said of the tokens after ``tokens``, where a round broke off then: how many there
         were, and each token with its answer. The same tokens come again, and are not shown to it twice.
+    planned: how many tokens the next round drafts, where that was decided in the round before.
+    ahead: the draft of the next round, where it was made before the host read the one before.
     boundary: the generation as it was at the last chunk boundary of its prompt, for one that goes on from it.
     """
 
@@ -46,6 +49,8 @@ class Generation:
     is_closed: bool = False
     last_turn: int = 0
     judged: tuple[int, list[tuple[int, bool]]] = field(default_factory=lambda: (0, []))
+    planned: int | None = None
+    ahead: Ahead | None = None
     boundary: "Generation | None" = None
 
     @property

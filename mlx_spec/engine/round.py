@@ -16,9 +16,10 @@ import numpy as np
 from metal_kernels.launching.implementations import is_eager
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
-from mlx_spec.drafters.base import Draft, nothing_drafted
+from mlx_spec.drafters.base import Draft, Unread, nothing_drafted
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, rows_of_path
+from mlx_spec.engine.at_rest import compute
 from mlx_spec.engine.drafter_states import DrafterStates
 from mlx_spec.engine.generation import Generation, Round
 from mlx_spec.engine.scheduler import Share
@@ -36,7 +37,7 @@ from mlx_spec.errors import RequestError
 from mlx_spec.target import Pass, Target
 
 # Every so many rounds the device is awaited between draft and verify, to know what each of them takes.
-TIMED_EVERY = 8
+TIMED_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Snapshot:
         generation = self.generation
         del generation.tokens[self.num_tokens :]
         generation.finish_reason = None
-        generation.place = self.place
+        generation.place, generation.planned = self.place, None
         # The same object, which responses hold.
         vars(generation.statistics).update(vars(self.statistics))
         generation.sequence.rewind(generation.anchor_position)
@@ -137,6 +138,8 @@ def run_round(
         return {}
     verified = verify(target, states, drafted, started, answering, errors)
     accepted = accept(target, verified, errors)
+    for generation in errors:
+        generation.ahead = generation.planned = None
     rounds = commit(target, states, accepted, started)
     done.extend(accepted)
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
@@ -147,9 +150,10 @@ def run_round(
 
 def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> list[Drafted]:
     """Draft for all generations in one draft pass; some may get nothing."""
-    drafting = [share for share in shares if share.depth]
+    drafts = made_ahead(shares)
+    drafting = [share for share in shares if share.depth and share.generation not in drafts]
     proposed = states.propose([(share.generation, share.depth) for share in drafting])
-    drafts = {share.generation: found for share, found in zip(drafting, proposed, strict=True)}
+    drafts |= {share.generation: found for share, found in zip(drafting, proposed, strict=True)}
 
     def of_share(share: Share) -> Drafted:
         generation = share.generation
@@ -157,10 +161,41 @@ def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> lis
         # Several generations need the rows.
         if len(shares) == 1:
             siblings = generation.policy.siblings(len(found.tree.chain) - 1)
-            found = with_siblings(found, siblings, generation.rule.rank_candidates, generation.anchor_position)
+            found = with_siblings(found, siblings)
         return Drafted(generation, found, generation.drafter_state is not None)
 
     return for_each(shares, of_share, errors)
+
+
+def made_ahead(shares: Sequence[Share]) -> dict[Generation, Draft]:
+    """Return the drafts that were made in the round before, as long as they may be now; none are left after."""
+    found = {
+        share.generation: share.generation.ahead.draft.first(share.depth)
+        for share in shares
+        if share.generation.ahead is not None and share.depth
+    }
+    for share in shares:
+        share.generation.ahead = share.generation.planned = None
+    return found
+
+
+def draft_ahead(target: Target, states: DrafterStates, part: Verified, passed: Pass) -> None:
+    """Let the device draft for the next round of a single generation, while the host reads this one.
+
+    How many tokens is decided by what the rounds before this one taught. Where the text ends in this round, or the
+    next one is to be timed, nothing is drafted.
+    """
+    generation, drafted = part.generation, part.drafted
+    is_next_timed = (generation.statistics.rounds + 1) % TIMED_EVERY == 0
+    if not states.drafts_ahead or not generation.may_draft or is_next_timed:
+        return
+    left = min(generation.remaining_tokens, target.context - generation.sequence.length)
+    generation.planned = max(0, min(generation.policy.depth(), left - 2))
+    unread = Unread(
+        generation.anchor_position, drafted.tree, drafted.token_ids, passed.aux_hidden_states, part.outcome
+    )
+    states.propose_ahead(generation, generation.planned, unread)
+    compute(generation.ahead)
 
 
 def checked(found: Draft, max_rows: int) -> Draft:
@@ -199,6 +234,9 @@ def verify(
         mx.async_eval(logits)
     parts = verify_drafts(drafted, logits, answering, errors)
     results = [array for part in parts for array in part.arrays]
+    if len(parts) == 1 and not answering:
+        mx.async_eval(*results, *passed.arrays)
+        draft_ahead(target, states, parts[0], passed)
     verifying = seconds_of_calls(verifying_since)
     seconds = verifying + wait(*results, *passed.arrays)  # the round's one host synchronisation
     indices = {part.generation: index for index, part in enumerate(drafted)}
@@ -262,6 +300,8 @@ def emit(accepted: Accepted, seconds: float) -> Round:
     generation.tokens.extend(accepted.tokens)
     generation.finish_reason = accepted.finish_reason
     generation.place = accepted.place
+    if accepted.finish_reason is not None:
+        generation.ahead = None
     from_draft, along_chain = len(accepted.path) - 1, tree.along_chain(accepted.path)
     drafted = len(tree.chain) - 1
     generation.statistics.count_round(

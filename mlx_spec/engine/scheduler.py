@@ -85,7 +85,8 @@ class Scheduler:
         limits = [self._max_depth(generation, free) for generation, free in fits]
         if len(fits) == 1:
             generation, free = fits[0]
-            return [Share(generation, min(generation.policy.depth(), limits[0]), free)], errors
+            depth = generation.policy.depth() if generation.planned is None else generation.planned
+            return [Share(generation, min(depth, limits[0]), free)], errors
         depths = share_rows([g.policy.offer() for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs)
         return [Share(g, depth, depth + 1) for (g, _), depth in zip(fits, depths, strict=True)], errors
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.decoding.accept import Greedy
 from mlx_spec.drafters.base import Committed, Drafter, DraftRequest
 from mlx_spec.engine.draft_policy import Costs
 from mlx_spec.measure import store
@@ -81,10 +82,7 @@ def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: li
     drafter.extend([(states[0], Committed(0, tokens[:before], rows.aux_hidden_states[:before]))])
 
     def propose(drafting: list[Any], count: int) -> list[mx.array]:
-        requests = [
-            DraftRequest(state, 0, count, lambda position, ids, scores: (ids[mx.argmax(scores)], None))
-            for state in drafting
-        ]
+        requests = [DraftRequest(state, 0, count, Greedy()) for state in drafting]
         return [draft.tokens for draft in drafter.propose(requests)]
 
     # The first draft takes in the context, which is not timed.

@@ -129,8 +129,8 @@ class Attention:
         )
         return projected, queries, keys_values
 
-    def finish(self, projected: mx.array, attended: mx.array, residual: mx.array) -> mx.array:
-        """Gate and project the attention output [R, H, D], and add it to ``residual``.
+    def finish(self, projected: mx.array, attended: mx.array, residual: mx.array | None) -> mx.array:
+        """Gate and project the attention output [R, H, D], and add it to ``residual``, if there is one.
 
         projected: [R, N], the joined projection, which holds the gates.
         """

@@ -132,6 +132,19 @@ class CachedSequence:
         """Append accepted rows [R, layers, 2, KV, D], see ``append_rows``."""
         append_rows([(self, rows, recurrent)])
 
+    def write_ahead(self, rows: mx.array) -> None:
+        """Write rows [R, layers, 2, KV, D] after the last position, lazily; they are no part of the sequence.
+
+        They become part of it by ``advance``, unless something else was written there meanwhile.
+        Raises ContextFull, with nothing changed, when the pool has too few free pages.
+        """
+        self.reserve(rows.shape[0])
+        self.pool.write(*self._slots(rows.shape[0]), rows)
+
+    def advance(self, count: int) -> None:
+        """Make the first ``count`` rows of ``write_ahead`` part of the sequence."""
+        self.length += count
+
     def rewind(self, position: int) -> None:
         """Forget all positions from ``position`` on.
 
@@ -191,6 +204,11 @@ class CachedSequence:
         while len(self.pages) < self._pages_for(count):
             self.pool.allocate(self.pages)
 
+    def _slots(self, count: int) -> tuple[list[int], list[int]]:
+        """Return page and slot of each of the next positions, whose pages are reserved."""
+        positions = range(self.length, self.length + count)
+        return [self.pages[p // PAGE_SLOTS] for p in positions], [p % PAGE_SLOTS for p in positions]
+
     def _pages_for(self, count: int) -> int:
         return -(-(self.length + count) // PAGE_SLOTS)
 
@@ -206,14 +224,13 @@ def append_rows(parts: Sequence[tuple[CachedSequence, mx.array, RecurrentState |
     Raises ContextFull when the pool has too few free pages; contents and lengths are unchanged then, but some
     sequences may own more pages.
     """
-    pages, slots, ends = list[int](), list[int](), list[int]()
+    pages, slots = list[int](), list[int]()
     for sequence, rows, _ in parts:
-        positions = range(sequence.length, sequence.length + rows.shape[0])
-        if positions:
-            sequence.reserve(len(positions))
-        pages += [sequence.pages[p // PAGE_SLOTS] for p in positions]
-        slots += [p % PAGE_SLOTS for p in positions]
-        ends.append(positions.stop)
+        if count := rows.shape[0]:
+            sequence.reserve(count)
+            own_pages, own_slots = sequence._slots(count)
+            pages, slots = pages + own_pages, slots + own_slots
+    ends = [sequence.length + rows.shape[0] for sequence, rows, _ in parts]
     if pages:
         written = [rows for _, rows, _ in parts if rows.shape[0]]
         parts[0][0].pool.write(pages, slots, written[0] if len(written) == 1 else mx.concatenate(written))

@@ -16,6 +16,7 @@ from metal_kernels import (
     ints,
     is_traceable,
     linear_rows,
+    stack_rows,
 )
 from mlx_spec.errors import ContextFull, PositionError, RequestError
 from mlx_spec.target.batch_layout import (
@@ -29,13 +30,12 @@ from mlx_spec.target.batch_layout import (
 )
 from mlx_spec.target.delta_net import DeltaNet
 from mlx_spec.target.families import Family, family_of
+from mlx_spec.target.graphs import Graph, Graphs
 from mlx_spec.target.layers import Attention, Layer, Norm, is_recurrent
 from mlx_spec.target.linears import linear_of
 from mlx_spec.target.model_config import ModelConfig
 from mlx_spec.target.pages import PAGE_SLOTS, CachedSequence, PagePool, append_rows
 from mlx_spec.target.recurrent import LayerState, RecurrentState, joined_states
-
-Graph = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Target:
         capacity = self.context if max_cached_tokens is None else max_cached_tokens
         self.pool = pool_for(self.layers, cache_dtype, capacity)
         self._empty = empty_state(self.layers, cache_dtype)
-        self._compiled: dict[tuple[tuple[int, ...], int, tuple[int, ...], bool], Graph] = {}
+        self._graphs = Graphs()
 
     @property
     def takes_trees(self) -> bool:
@@ -259,11 +259,8 @@ class Target:
         if sum(counts) > MAX_VERIFY_ROWS or not is_traceable():
             return partial(self._pass, counts, None, target_layer_ids, most_accepted, has_paths)
         bounds = bounds_of(counts)
-        key = bounds, sum(counts), target_layer_ids, has_paths
-        if key not in self._compiled:
-            graph = partial(self._pass, bounds, max(bounds), target_layer_ids, MAX_CHUNK_ROWS, has_paths)
-            self._compiled[key] = mx.compile(graph)
-        return self._compiled[key]
+        graph = partial(self._pass, bounds, max(bounds), target_layer_ids, MAX_CHUNK_ROWS, has_paths)
+        return self._graphs.of((bounds, sum(counts), target_layer_ids, has_paths), graph)
 
     def _pass(
         self,
@@ -312,7 +309,7 @@ class Target:
         hidden = outputs[self.num_layers] = self.norm(x)
         requested = [outputs[layer] for layer in target_layer_ids]
         aux_hidden_states = mx.concatenate(requested, axis=-1) if requested else hidden[:, :0]
-        return hidden, aux_hidden_states, mx.stack(kv).transpose(2, 0, 1, 3, 4), states
+        return hidden, aux_hidden_states, stack_rows(kv), states
 
 
 def read_layers(decoder: Any, family: Family, args: Any, settings: ModelConfig, name: str) -> list[Layer]:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import drawn_at
 from verified import accept, scores_of
 
 from mlx_spec.decoding import noise
@@ -93,7 +94,7 @@ def test_the_answer_holds_drafts_and_flags_too(rule: AcceptRule) -> None:
 
 def test_greedy_takes_the_best_candidate_and_compares_with_the_argmax() -> None:
     ids = mx.array([7, 3, 9])
-    token, probabilities = Greedy().sample_draft(5, ids, mx.array([0.1, 2.0, 1.0]))
+    token, _, probabilities = drawn_at(Greedy(), 5, ids, mx.array([0.1, 2.0, 1.0]))
     assert (token.item(), probabilities) == (3, None)
     scores = mx.array([[0.0, 1.0, 0.0], [3.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
     assert values(judge(Greedy(), Draft(mx.array([1, 0]), nothing(2).candidates), scores, 0)) == (2, 2)
@@ -166,7 +167,7 @@ def test_coupled_draws_do_not_depend_on_the_draft() -> None:
             drafts = [t if random.random() < 0.7 else int(random.integers(VOCAB)) for t in alone[at : at + k]]
             # A drafter draws with the rule, too, at positions ahead; that must have no effect.
             for j in range(k):
-                rule.sample_draft(at + 1 + j, mx.arange(VOCAB), rows[0])
+                drawn_at(rule, at + 1 + j, mx.arange(VOCAB), rows[0])
             proposal = Draft(mx.array(drafts, dtype=mx.int32), nothing(k).candidates)
             scores = scores_of(sampling, rows[at : at + k + 1], [], proposal.tokens)
             count, following = values(judge(rule, proposal, scores, at))
@@ -181,12 +182,12 @@ def test_coupled_drafts_are_drawn_with_the_targets_noise() -> None:
     scores = scores_after(Sampling(temp=0.7), mx.array([ANCHOR]))
     for seed in range(50):
         rule = Coupled(seed, 0.7, VOCAB)
-        token, probabilities = rule.sample_draft(POSITION + 1, mx.arange(VOCAB), TARGET[ANCHOR])
+        token, _, probabilities = drawn_at(rule, POSITION + 1, mx.arange(VOCAB), TARGET[ANCHOR])
         drawn = values(judge(rule, nothing(), scores, POSITION))[1]
         assert (token.item(), probabilities) == (drawn, None)
         others = [t for t in (0, 3, 8, 11) if t != drawn]
         ids = mx.array([*others, drawn])
-        assert rule.sample_draft(POSITION + 1, ids, TARGET[ANCHOR][ids])[0].item() == drawn
+        assert drawn_at(rule, POSITION + 1, ids, TARGET[ANCHOR][ids]).token.item() == drawn
 
 
 def first_two(
@@ -200,7 +201,7 @@ def first_two(
     previous, drafts, ids, drawn_from = mx.array(ANCHOR), [], [], []
     for t in range(k):
         ids.append(candidates[previous])
-        previous, probabilities = rule.sample_draft(POSITION + 1 + t, ids[-1], draft[previous][ids[-1]])
+        previous, _, probabilities = drawn_at(rule, POSITION + 1 + t, ids[-1], draft[previous][ids[-1]])
         drafts.append(previous)
         drawn_from.append(probabilities)
     proposal = Draft(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from))
@@ -301,8 +302,9 @@ def test_rejection_draws_from_the_distribution_that_it_returns() -> None:
     """Of 16-bit scores, too: both sides compute in float32."""
     rule, ids, scores = Rejection(5, 0.7), mx.arange(VOCAB), DRAFT[ANCHOR].astype(mx.bfloat16)
     exact = scores.astype(mx.float32)
-    assert mx.array_equal(rule.rank_candidates(3, ids, scores), rule.rank_candidates(3, ids, exact))
-    returned = [rule.sample_draft(3, ids, each)[1] for each in (scores, exact)]
+    drawn = [drawn_at(rule, 3, ids, each) for each in (scores, exact)]
+    assert mx.array_equal(drawn[0].ranks, drawn[1].ranks)
+    returned = [each.probabilities for each in drawn]
     assert returned[0] is not None and returned[1] is not None and mx.array_equal(*returned)
 
 

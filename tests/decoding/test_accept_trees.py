@@ -8,6 +8,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import drawn_at
 from test_accept import (
     ANCHOR,
     FILTERS,
@@ -47,15 +48,15 @@ def first_two(
     candidates: [V, K] ids by the token before, draft: [V, V] logits. Returns both tokens and the last row.
     """
     rule, table = Rejection(seed, sampling.temp), score_table(sampling)
-    previous, drafts, ids, scores, drawn_from = mx.array(ANCHOR), [], [], [], []
+    previous, drafts, ids, ranks, drawn_from = mx.array(ANCHOR), [], [], [], []
     for t in range(len(siblings)):
         ids.append(candidates[previous])
-        scores.append(draft[previous][ids[-1]])
-        previous, probabilities = rule.sample_draft(POSITION + 1 + t, ids[-1], scores[-1])
+        previous, rank_values, probabilities = drawn_at(rule, POSITION + 1 + t, ids[-1], draft[previous][ids[-1]])
+        ranks.append(rank_values)
         drafts.append(previous)
         drawn_from.append(probabilities)
-    chain = Draft(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from), {}, mx.stack(scores))
-    proposal = with_siblings(chain, siblings, rule.rank_candidates, POSITION)
+    chain = Draft(mx.stack(drafts).astype(mx.int32), mx.stack(ids), mx.stack(drawn_from), {}, mx.stack(ranks))
+    proposal = with_siblings(chain, siblings)
     tree, k = proposal.tree, proposal.tokens.size
     assert k == len(siblings) + sum(siblings)
     outcome = accept(rule, proposal, table[mx.concatenate([mx.array([ANCHOR]), proposal.tokens])], POSITION)

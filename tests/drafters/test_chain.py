@@ -39,7 +39,7 @@ def test_nan_of_one_sequence_is_not_that_of_another(target: Target, drafter: Cha
     states = [fresh_state(drafter, target, TOKENS[:length]) for length in (8, 6, 7)]
     states[1].hidden = states[1].hidden * mx.nan
     rule = Greedy()
-    drafts = drafter.propose([DraftRequest(state, 5, 2, rule.sample_draft) for state in states])
+    drafts = drafter.propose([DraftRequest(state, 5, 2, rule) for state in states])
     assert [draft.finite["draft logits"].item() for draft in drafts] == [True, False, True]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from mlx import nn
 from mlx.utils import tree_flatten
 from one_draft import block, extend, propose
@@ -27,19 +28,15 @@ def target() -> Any:
     return tiny_target("qwen3", mx.float32)
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
-    return ids[mx.argmax(scores)], mx.softmax(scores)
-
-
 def draft(folder: Path, target: Any) -> tuple[np.ndarray, list[int], np.ndarray]:
     """Return hidden states, tokens and probabilities of one round after a random prompt."""
     drafter = load_dflash2(folder, target, "tiny")
     state = drafter.open()
     features = mx.random.normal((PROMPT, 3 * 64), key=mx.random.key(1))
     extend(drafter, state, Committed(0, mx.zeros(PROMPT, dtype=mx.int32), features))
-    proposal = propose(drafter, state, ANCHOR, drafter.max_draft, greedy)
+    proposal = propose(drafter, state, ANCHOR, drafter.max_draft, GREEDY)
     hidden = block(drafter, state, ANCHOR, drafter.config.block_size)
-    return np.array(hidden), proposal.tokens.tolist(), np.array(proposal.probabilities)
+    return np.array(hidden), proposal.tokens.tolist(), np.array(proposal.ranks)
 
 
 def assert_same(got: tuple[Any, ...], expected: tuple[Any, ...], atol: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from one_draft import block, extend, propose
 from oracles.dflash2_numpy import DFlash2Oracle
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
@@ -60,10 +61,6 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
-
-
 def features_of_rounds(prompt: int, accepted: list[int], width: int) -> list[mx.array]:
     """Random target features: the prompt's, then those of each round's accepted rows and its anchor."""
     sizes = [prompt, *(a + 1 for a in accepted)]
@@ -78,7 +75,7 @@ def run_ours(folder: Path, rounds: list[mx.array], anchors: list[int]) -> list[t
         extend(drafter, state, Committed(position, mx.zeros(features.shape[0], dtype=mx.int32), features))
         position += features.shape[0]
         hidden = block(drafter, state, anchor, drafter.config.block_size)
-        proposal = propose(drafter, state, anchor, drafter.max_draft, greedy)
+        proposal = propose(drafter, state, anchor, drafter.max_draft, GREEDY)
         results.append((np.array(hidden), proposal.tokens.tolist()))
     return results
 
@@ -201,7 +198,7 @@ def test_fewer_rows_than_the_block_are_a_shorter_block(rows: int, tmp_path: Path
     oracle.commit(np.array(features))
     expected = oracle.hidden(7, rows)
     assert difference(np.array(block(drafter, state, 7, rows)), expected) < ROUNDING
-    assert propose(drafter, state, 7, rows - 1, greedy).tokens.tolist() == oracle.path(expected, 7)
+    assert propose(drafter, state, 7, rows - 1, GREEDY).tokens.tolist() == oracle.path(expected, 7)
 
 
 def test_a_block_before_any_context_sees_only_itself(tmp_path: Path) -> None:

@@ -7,38 +7,32 @@ import mlx.core as mx
 import numpy as np
 import one_draft
 import pytest
+from choosing import GREEDY
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from oracles.walk_on_host import walk_on_host
 from tiny_drafters import dflash2_config, random_tensors, write_drafter
 from tiny_models import tiny_target
 
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest, SampleDraft
+from mlx_spec.decoding.accept import Coupled, Rejection
+from mlx_spec.drafters.base import Committed, Draft, DraftRequest, DraftRule
 from mlx_spec.drafters.dflash2.config import read_config
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
+from mlx_spec.drafters.dflash2.forward import BlockForward
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.dflash2.selector import (
     Candidates,
     CandidateSelector,
-    gather_candidates,
+    Walked,
     walk,
 )
 from mlx_spec.errors import DrafterMismatch, RequestError
+from mlx_spec.target.linears import module_rows
 
 POSITION = 30
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
-
-
-def sampled(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
-    """Sample with a key that depends on the position alone."""
-    drawn = mx.random.categorical(scores / 2, key=mx.random.key(position))
-    return ids[drawn], mx.softmax(scores / 2)
-
-
-CHOOSERS = {"greedy": greedy, "sampled": sampled}
+RULES: dict[str, DraftRule] = {"greedy": GREEDY, "coupled": Coupled(3, 2.0, 96), "rejection": Rejection(3, 2.0)}
 
 
 def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector | None, Candidates]:
@@ -52,14 +46,14 @@ def random_walk(seed: int, has_selector: bool = True) -> tuple[CandidateSelector
     ids = mx.argsort(-logits, axis=-1)[..., :16].astype(mx.int32)
     unary = mx.take_along_axis(logits, ids, axis=-1)
     if not has_selector:
-        return None, gather_candidates(None, hidden, ids, unary)
-    return selector, gather_candidates(selector, hidden, ids, unary)
+        return None, Candidates(ids, unary, mx.zeros((1, 7, 0)))
+    return selector, Candidates(ids, unary, module_rows(hidden, selector.hidden_projection))
 
 
-def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, choose: SampleDraft) -> Draft:
+def one_walk(step: Any, selector: Any, candidates: Candidates, anchor: int, rule: DraftRule) -> Walked:
     """Walk through the candidates of one block."""
-    (proposal,) = step(selector, candidates, [DraftRequest(None, anchor, 7, choose)], [POSITION], {})
-    return proposal
+    anchors = mx.array([anchor], dtype=mx.int32)
+    return step(selector, candidates, anchors, [rule], [rule.noise(POSITION + 1, 7, 16)])
 
 
 def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: Any) -> DFlash2Drafter:
@@ -67,27 +61,25 @@ def load(folder: Path, tensors: dict[str, mx.array] | None = None, **changes: An
     return load_dflash2(folder, tiny_target("qwen3", mx.float32), "tiny")
 
 
-def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, choose: SampleDraft = greedy) -> Draft:
+def propose(drafter: DFlash2Drafter, anchor: int = 7, count: int = 7, rule: DraftRule = GREEDY) -> Draft:
     """Draft after a random prompt."""
     state = drafter.open()
     features = mx.random.normal((POSITION, 192), key=mx.random.key(1))
     one_draft.extend(drafter, state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
-    return one_draft.propose(drafter, state, anchor, count, choose)
+    return one_draft.propose(drafter, state, anchor, count, rule)
 
 
-@pytest.mark.parametrize("choose", CHOOSERS)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("has_selector", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_walk_on_the_host_is_the_walk_in_the_graph(seed: int, has_selector: bool, choose: str) -> None:
+def test_the_walk_on_the_host_is_the_walk_in_the_graph(seed: int, has_selector: bool, rule: str) -> None:
     selector, candidates = random_walk(seed, has_selector)
-    in_graph, on_host = (
-        one_walk(step, selector, candidates, 5, CHOOSERS[choose]) for step in (walk, walk_on_host)
-    )
-    tokens, probabilities = in_graph.tokens, in_graph.probabilities
-    host_tokens, host_probabilities = on_host.tokens, on_host.probabilities
+    in_graph, on_host = (one_walk(step, selector, candidates, 5, RULES[rule]) for step in (walk, walk_on_host))
+    tokens, probabilities = in_graph.tokens, in_graph.probabilities[0]
+    host_tokens, host_probabilities = on_host.tokens, on_host.probabilities[0]
     assert tokens.dtype == host_tokens.dtype == mx.int32
     assert tokens.tolist() == host_tokens.tolist()
-    if choose == "greedy":
+    if rule != "rejection":
         assert probabilities is None
         assert host_probabilities is None
     else:
@@ -111,46 +103,41 @@ def test_scores_positions_and_predecessors_of_the_walk(seed: int, step: Any) -> 
     selector, candidates = random_walk(seed)
     first = set(candidates.ids[0, 0].tolist())
     outside = next(i for i in range(96) if i not in first)
-    ranks = np.random.default_rng(seed).integers(0, 16, 7)
-    seen: list[tuple[int, list[int], np.ndarray]] = []
-
-    def choose(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-        rank = int(ranks[len(seen)])
-        seen.append((position, ids.tolist(), np.array(scores)))
-        return ids[mx.argsort(-scores)[rank]], None
-
+    # Noise that leaves no choice.
+    path = np.random.default_rng(seed).integers(0, 16, 7)
+    led = 1000 * np.eye(16)[path]
     for anchor in (outside, min(first)):
-        seen.clear()
-        tokens, previous = one_walk(step, selector, candidates, anchor, choose).tokens.tolist(), anchor
-        for t, (position, ids, scores) in enumerate(seen):
-            assert position == POSITION + 1 + t
-            assert ids == candidates.ids[0, t].tolist()
-            expected = scores_by_formula(selector, candidates, t, previous)
-            np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=0)
-            previous = ids[np.argsort(-expected)[ranks[t]]]
-            assert tokens[t] == previous
+        walked = step(
+            selector, candidates, mx.array([anchor], dtype=mx.int32), [RULES["rejection"]], [mx.array(led)]
+        )
+        previous = anchor
+        for t, (token, ranks) in enumerate(zip(walked.tokens[0].tolist(), np.array(walked.ranks[0]), strict=True)):
+            expected = scores_by_formula(selector, candidates, t, previous) / 2.0
+            np.testing.assert_allclose(ranks - led[t], expected, atol=2e-4, rtol=0)
+            assert token == candidates.ids[0, t, int(path[t])].item()
+            previous = token
 
 
 def test_an_anchor_outside_the_candidates_changes_the_path() -> None:
     selector, candidates = random_walk(0)
     first = set(candidates.ids[0, 0].tolist())
     outside = [i for i in range(96) if i not in first]
-    picked = {one_walk(walk, selector, candidates, anchor, greedy).tokens[0].item() for anchor in outside}
+    picked = {one_walk(walk, selector, candidates, anchor, GREEDY).tokens[0, 0].item() for anchor in outside}
     assert len(picked) > 1
     assert picked <= first
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("choose", CHOOSERS)
-def test_a_drafter_may_walk_on_the_host(choose: str, quantised: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_drafter_may_walk_on_the_host(rule: str, quantised: bool, tmp_path: Path) -> None:
     drafter = load(tmp_path, selector_rank=32)
     if quantised:
         nn.quantize(drafter.model.candidate_selector, group_size=32, bits=4)
-    in_graph = propose(drafter, choose=CHOOSERS[choose])
+    in_graph = propose(drafter, rule=RULES[rule])
     drafter.walk = walk_on_host
-    on_host = propose(drafter, choose=CHOOSERS[choose])
+    on_host = propose(drafter, rule=RULES[rule])
     assert in_graph.tokens.tolist() == on_host.tokens.tolist()
-    if choose == "sampled":
+    if rule == "rejection":
         np.testing.assert_allclose(
             np.array(in_graph.probabilities), np.array(on_host.probabilities), atol=1e-6, rtol=0
         )
@@ -165,7 +152,7 @@ def test_candidates_are_the_first_of_a_sort(architecture: str, top_k: int, tmp_p
     one_draft.extend(drafter, state, Committed(0, mx.zeros(POSITION, dtype=mx.int32), features))
     logits = np.array(target.logits(one_draft.block(drafter, state, 7, 8)[1:]))
     expected = np.argsort(-logits, axis=-1, kind="stable")[:, : drafter.config.selector_top_k]
-    proposal = one_draft.propose(drafter, state, 7, 7, greedy)
+    proposal = one_draft.propose(drafter, state, 7, 7, GREEDY)
     np.testing.assert_array_equal(np.array(proposal.candidates), expected)
     assert all(t in row for t, row in zip(proposal.tokens.tolist(), expected.tolist(), strict=True))
     if architecture == "DFlashDraftModel":
@@ -200,6 +187,7 @@ def corrupt(drafter: DFlash2Drafter, name: str, value: float) -> DFlash2Drafter:
     """Break one loaded weight, as an overflow in a lower precision would."""
     weights = dict(tree_flatten(drafter.model.parameters()))
     drafter.model.update(tree_unflatten([(name, corrupted(weights, name, value))]))
+    drafter.forward = BlockForward.of(drafter.model, drafter.config)
     return drafter
 
 
@@ -253,10 +241,10 @@ def test_blocks_of_one_pass_do_not_see_each_other(changes: dict[str, Any], tmp_p
     one_draft.extend(drafter, states[3], Committed(40, mx.zeros(2, dtype=mx.int32), mx.ones((2, 192))))
     anchors, counts = [3, 4, 5, 6], [5, 2, 1, 3]
     together = drafter.propose(
-        [DraftRequest(*each, greedy) for each in zip(states, anchors, counts, strict=True)],
+        [DraftRequest(*each, GREEDY) for each in zip(states, anchors, counts, strict=True)],
     )
     for state, anchor, count, proposal in zip(states, anchors, counts, together, strict=True):
-        alone = one_draft.propose(drafter, state, anchor, 5, greedy)
+        alone = one_draft.propose(drafter, state, anchor, 5, GREEDY)
         assert proposal.tokens.tolist() == alone.tokens.tolist()[:count]
         assert proposal.candidates.tolist() == alone.candidates.tolist()[:count]
 
@@ -266,7 +254,7 @@ def test_flags_name_the_sequence_that_is_broken(tmp_path: Path) -> None:
     good, bad = drafter.open(), drafter.open()
     for state, features in ((good, mx.ones((5, 192))), (bad, mx.full((5, 192), mx.nan))):
         one_draft.extend(drafter, state, Committed(0, mx.zeros(5, dtype=mx.int32), features))
-    proposals = drafter.propose([DraftRequest(state, 3, 2, greedy) for state in (good, bad)])
+    proposals = drafter.propose([DraftRequest(state, 3, 2, GREEDY) for state in (good, bad)])
     assert [[flag.item() for flag in proposal.finite.values()] for proposal in proposals] == [
         [True] * 3,
         [False] * 3,

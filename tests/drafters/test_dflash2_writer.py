@@ -15,7 +15,7 @@ from mlx_spec.drafters.base import Committed
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.dflash2.writer import BlockState
-from mlx_spec.drafters.kv import ContextKV, context_pool
+from mlx_spec.drafters.kv import ContextKV, context_pool, packed, unpacked
 from mlx_spec.errors import PositionError
 
 SHAPE = (2, 2, 2, 4)
@@ -35,7 +35,8 @@ def new(keep: int | None, position: int = 0) -> ContextKV:
 
 def held(kv: ContextKV, layer: int, last: int | None) -> tuple[mx.array, mx.array, int]:
     """Keys and values [S, KV, D] of the ``last`` newest positions as attention finds them, and the first's."""
-    pool, table, length = kv.pages()
+    _, pages = unpacked(packed([kv]), 1, 0)
+    pool, table, length = kv.pool.data, *pages
     rows = pool[table[0]].transpose(0, 3, 1, 2, 4, 5).flatten(0, 1)[: length.item()]
     assert rows.shape[0] == kv.cursor - kv.base
     first = kv.base if last is None else max(kv.base, kv.cursor - last)

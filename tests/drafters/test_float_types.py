@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from emulator import launcher
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -22,6 +23,7 @@ from metal_kernels.launching.launch import launching
 from mlx_spec.drafters.base import Committed, Drafter
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import read_config
+from mlx_spec.drafters.dflash2.forward import BlockForward
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
@@ -50,10 +52,6 @@ def write(kind: str, folder: Path, dtype: mx.Dtype, **changes: mx.array) -> Path
     if kind == "mtp":
         return write_layout(folder, "sidecar", "qwen3", head_tensors("qwen3", dtype=dtype) | changes)
     return write_drafter(folder, dflash2_config(), random_tensors(dflash2_config(), dtype=dtype) | changes)
-
-
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
 
 
 def prompt_features(layers: int = 3) -> mx.array:
@@ -95,7 +93,7 @@ def check_against_oracle(folder: Path, config: dict[str, Any], tensors: Tensors)
     state, features = commit(drafter)
     oracle = oracle_for(config, tensors, target, features)
     assert_near(block(drafter, state, ANCHOR, ROWS), oracle.hidden(ANCHOR, ROWS))
-    draft = propose(drafter, state, ANCHOR, drafter.max_draft, greedy)
+    draft = propose(drafter, state, ANCHOR, drafter.max_draft, GREEDY)
     assert all(bool(flag.item()) for flag in draft.finite.values())
     return oracle
 
@@ -107,7 +105,7 @@ def test_a_drafter_takes_a_float16_targets_type(kind: str, dtype: mx.Dtype, chos
     drafter = LOADERS[kind](write(kind, tmp_path, dtype), target, "tiny")
     assert drafter.pool.data.dtype == mx.float16
     state, _ = commit(drafter)
-    draft = propose(drafter, state, ANCHOR, 5, greedy)
+    draft = propose(drafter, state, ANCHOR, 5, GREEDY)
     assert draft.tokens.size == 5
     assert all(bool(flag.item()) for flag in draft.finite.values())
 
@@ -193,6 +191,7 @@ def test_a_shrunk_residual_stream_changes_no_bit_where_small_numbers_are_exact(
     folder, target = write_drafter(tmp_path, config), tiny_target("qwen3", mx.float32)
     plain, shrunk = load_dflash2(folder, target, "plain"), load_dflash2(folder, target, "shrunk")
     shrunk.model.shrink(8)
+    shrunk.forward = BlockForward.of(shrunk.model, shrunk.config)
     blocks = [block(drafter, commit(drafter)[0], ANCHOR, ROWS) for drafter in (plain, shrunk)]
     assert mx.array_equal(*blocks)
 

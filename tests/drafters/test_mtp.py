@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from one_draft import extend, propose
 from scripted_drafters import mixture, plain, right_then_wrong, run
 from started import started
@@ -149,7 +150,7 @@ def test_rewinding_asks_for_a_row_again_only_where_its_hidden_state_is_gone(rewo
     ).aux_hidden_states
     state = drafter.open()
     extend(drafter, state, Committed(0, mx.array(TOKENS[:21], dtype=mx.int32), aux_hidden_states[:21]))
-    propose(drafter, state, TOKENS[21], 2, greedy)
+    propose(drafter, state, TOKENS[21], 2, GREEDY)
     extend(drafter, state, Committed(21, mx.array(TOKENS[21:26], dtype=mx.int32), aux_hidden_states[21:]))
     assert state.context.cursor == 20
     again = drafter.rewind(state, rewound)
@@ -172,7 +173,7 @@ def test_gaps_overlaps_and_depths_are_refused(heads: Any) -> None:
             extend(drafter, state, Committed(position, mx.array([1], dtype=mx.int32), rows))
     for count in (0, 8):
         with pytest.raises(RequestError, match="1 to 7"):
-            propose(drafter, state, 3, count, greedy)
+            propose(drafter, state, 3, count, GREEDY)
     assert_like_fresh(drafter, target, state, TOKENS[:6])
 
 
@@ -184,7 +185,7 @@ def test_a_fork_goes_its_own_way(heads: Any) -> None:
         text = [*TOKENS[:30], token, 5]
         rows = target.forward([(target.open(), mx.array(text[:-1], dtype=mx.int32))], drafter.target_layer_ids)
         extend(drafter, state, Committed(30, mx.array([token], dtype=mx.int32), rows.aux_hidden_states[30:]))
-        propose(drafter, state, 5, 3, greedy)
+        propose(drafter, state, 5, 3, GREEDY)
     assert_like_fresh(drafter, target, first, [*TOKENS[:30], 3, 5])
     assert_like_fresh(drafter, target, second, [*TOKENS[:30], 4, 5])
 
@@ -198,7 +199,7 @@ def test_sampled_drafts_come_with_their_distribution(heads: Any) -> None:
         fresh_state(drafter, target, TOKENS[:20]),
         TOKENS[20],
         5,
-        rule_for(REJECTION, target.vocab_size).sample_draft,
+        rule_for(REJECTION, target.vocab_size),
     )
     assert proposal.probabilities is not None
     assert proposal.candidates.shape == proposal.probabilities.shape == (5, 16)
@@ -282,23 +283,19 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
     assert target.pool.pages_in_use == 0
 
 
-def greedy(position: int, ids: mx.array, scores: mx.array) -> tuple[mx.array, None]:
-    return ids[mx.argmax(scores)], None
-
-
 def test_chains_of_one_pass_do_not_see_each_other(heads: Any) -> None:
     """Sequences of other lengths and depths, one without rows and one forked: each drafts what it drafts alone."""
     target, drafter = target_of("llama", None), heads("llama", None)
     states = [fresh_state(drafter, target, TOKENS[:count]) for count in (40, 3, 1, 25)]
-    propose(drafter, states[3], TOKENS[25], 2, greedy)
+    propose(drafter, states[3], TOKENS[25], 2, GREEDY)
     rows = target.forward([(target.open(), mx.array(TOKENS[:28], dtype=mx.int32))], drafter.target_layer_ids)
     extend(drafter, states[3], Committed(25, mx.array(TOKENS[25:28], dtype=mx.int32), rows.aux_hidden_states[25:]))
     states += [states[0].fork(), drafter.open()]
     requests = [
-        DraftRequest(state, TOKENS[60 + n], count, greedy)
+        DraftRequest(state, TOKENS[60 + n], count, GREEDY)
         for n, (state, count) in enumerate(zip(states, (5, 1, 2, 3, 7, 4), strict=True))
     ]
-    alone = [propose(drafter, request.state.fork(), request.anchor, request.count, greedy) for request in requests]
+    alone = [propose(drafter, request.state.fork(), request.anchor, request.count, GREEDY) for request in requests]
     for together, single in zip(drafter.propose(requests), alone, strict=True):
         assert together.tokens.tolist() == single.tokens.tolist()
         assert together.candidates.tolist() == single.candidates.tolist()

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from mlx import nn
 from mlx_lm.utils import _get_classes
 from one_draft import extend, propose
@@ -73,8 +74,8 @@ def drafted(drafter: Drafter, on: Target) -> list[list[int]]:
         state,
         Committed(0, TOKENS, on.forward([(on.open(), TOKENS)], drafter.target_layer_ids).aux_hidden_states),
     )
-    draft = propose(drafter, state, 271, 4, lambda position, ids, scores: (ids[0], None))
-    assert all(np.isfinite(np.array(draft.scores)).reshape(-1))
+    draft = propose(drafter, state, 271, 4, GREEDY)
+    assert all(np.isfinite(np.array(draft.ranks)).reshape(-1))
     return draft.candidates.tolist()
 
 

@@ -9,6 +9,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import drawn_at
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIGS, HYBRIDS, tiny_target
@@ -18,7 +19,7 @@ from metal_kernels.launching.implementations import using
 from mlx_spec.decoding import noise
 from mlx_spec.decoding.accept import AcceptRule, Coupled, Greedy, Rejection
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.drafters.base import Draft
+from mlx_spec.drafters.base import Draft, stacked
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, chain_of, rows_of_path, tree_of
 from mlx_spec.engine.verify import emitted_by_rows
@@ -119,24 +120,21 @@ def test_siblings_are_the_next_candidates_by_each_rules_own_order() -> None:
     ids = mx.array([[5, 3, 8, 1], [2, 7, 0, 4]], dtype=mx.int32)
     scores = mx.array([[0.1, 2.0, 1.5, -1.0], [0.3, 0.2, 0.5, 0.9]])
     for rule in (Greedy(), Coupled(4, 0.7, 9), Rejection(4, 0.7)):
-        chosen = [rule.sample_draft(POSITION + i, ids[i], scores[i]) for i in range(2)]
-        drawn = None if chosen[0][1] is None else mx.stack([p for _, p in chosen if p is not None])
-        chain = Draft(mx.stack([token for token, _ in chosen]).astype(mx.int32), ids, drawn, {}, scores)
-        tree = with_siblings(chain, (1, 2), rule.rank_candidates, POSITION - 1)
-        order = [
-            np.array(ids[i])[np.argsort(-np.array(rule.rank_candidates(POSITION + i, ids[i], scores[i])))].tolist()
-            for i in range(2)
-        ]
+        chosen = [drawn_at(rule, POSITION + i, ids[i], scores[i]) for i in range(2)]
+        drawn, ranks = stacked([each.probabilities for each in chosen]), mx.stack([each.ranks for each in chosen])
+        chain = Draft(mx.stack([each.token for each in chosen]), ids, drawn, {}, ranks)
+        tree = with_siblings(chain, (1, 2))
+        order = [np.array(ids[i])[np.argsort(-np.array(ranks[i]))].tolist() for i in range(2)]
         assert tree.parents == (0, 1, 0, 1, 1)
         assert tree.tokens.tolist() == [order[0][0], order[1][0], order[0][1], *order[1][1:3]]
         assert tree.candidates.tolist() == [ids.tolist()[i] for i in (0, 1, 0, 1, 1)]
         if drawn is not None and tree.probabilities is not None:
             assert tree.probabilities.tolist() == [drawn.tolist()[i] for i in (0, 1, 0, 1, 1)]
-    # There are no more siblings than candidates, and none without scores.
-    assert with_siblings(chain, (9, 0), rule.rank_candidates, POSITION - 1).parents == (0, 1, 0, 0, 0)
-    assert with_siblings(chain, (0, 0), rule.rank_candidates, POSITION - 1) is chain
+    # There are no more siblings than candidates, and none without ranks.
+    assert with_siblings(chain, (9, 0)).parents == (0, 1, 0, 0, 0)
+    assert with_siblings(chain, (0, 0)) is chain
     alone = Draft(chain.tokens, ids)
-    assert with_siblings(alone, (1, 1), Greedy().rank_candidates, POSITION - 1) is alone
+    assert with_siblings(alone, (1, 1)) is alone
 
 
 def test_each_row_is_processed_with_the_history_of_its_path() -> None:

@@ -24,13 +24,14 @@ import mlx_spec.engine.round
 from metal_kernels.launching.cpu_library import missing
 from mlx_spec.decoding.accept import Greedy
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.drafters.base import Draft, DraftRequest, SampleDraft
+from mlx_spec.drafters.base import Draft, DraftRequest, DraftRule
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.engine.round import TIMED_EVERY
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
+from mlx_spec.target.layers import Norm
 
 PROMPT = [int(t) for t in np.random.default_rng(24).integers(0, 90, 20)]
 BLOCK = 8
@@ -240,9 +241,9 @@ def test_a_drafter_that_drafts_more_than_there_is_room_for_is_refused() -> None:
     """Five positions are free, so four drafts fit beside the anchor."""
 
     class TooMany(ScriptedDrafter):
-        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
+        def draft(self, state: Any, anchor: int, count: int, rule: DraftRule) -> Draft:
             counts.append(count)
-            return super().draft(state, anchor, 7, choose)
+            return super().draft(state, anchor, 7, rule)
 
     on, counts = tiny_target("llama", max_cached_tokens=32), list[int]()
     text = long_text().text
@@ -375,7 +376,7 @@ def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
 
 
 def break_block(drafter: DFlash2Drafter) -> None:
-    drafter.model.norm.weight = drafter.model.norm.weight * mx.nan
+    drafter.forward = replace(drafter.forward, norm=Norm(drafter.forward.norm.weight * mx.nan, 1e-6))
 
 
 def break_head(drafter: DFlash2Drafter) -> None:
@@ -561,8 +562,8 @@ def test_one_host_synchronisation_a_round(
 
 def test_timed_rounds_say_where_the_time_went() -> None:
     statistics = run(scripted(script=right_then_wrong(0)), Request(PROMPT, 20, num_draft_tokens=2)).statistics
-    # Rounds 0, 8 and 16; the last round may not draft, but is none of these.
-    assert statistics.timed_rounds == 3
+    # Rounds 0 and 16; the last round may not draft, but is none of these.
+    assert statistics.timed_rounds == 2
     assert sum(statistics.shares.values()) == pytest.approx(1.0)
     assert all(share > 0 for share in statistics.shares.values())
     assert statistics.seconds > 0
@@ -623,9 +624,9 @@ def test_a_drafter_draws_with_the_rule_of_the_request() -> None:
     drawn = []
 
     class Watched(ScriptedDrafter):
-        def draft(self, state: Any, anchor: int, count: int, choose: SampleDraft) -> Draft:
-            drawn.append(super().draft(state, anchor, count, choose).probabilities)
-            return super().draft(state, anchor, count, choose)
+        def draft(self, state: Any, anchor: int, count: int, rule: DraftRule) -> Draft:
+            drawn.append(super().draft(state, anchor, count, rule).probabilities)
+            return super().draft(state, anchor, count, rule)
 
     for sampling in (Sampling(), Sampling(temp=0.5), Sampling(temp=0.5, top_k=1, accept="rejection")):
         request = Request(PROMPT, 5, sampling=sampling)

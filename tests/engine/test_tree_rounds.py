@@ -8,15 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from branch_drafter import BranchDrafter, BranchState
+from choosing import drawn_at
 from ranked_drafter import RankedDrafter, Ranks
 from scripted_drafters import plain, run
 from started import started
 from tiny_models import tiny_target
 
 from mlx_spec.decoding import noise
-from mlx_spec.decoding.accept import Greedy
 from mlx_spec.decoding.sampling import Sampling
-from mlx_spec.drafters.base import Draft, SampleDraft, stack_drawn
+from mlx_spec.drafters.base import Draft, DraftRule, stacked
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.costs import Costs
@@ -95,12 +95,12 @@ def test_a_fork_may_have_siblings_of_its_own() -> None:
 class Undecided(BranchDrafter):
     """Drafts from 16 candidates that are equally good, so that the noise of the rule alone orders them."""
 
-    def draft(self, state: BranchState, anchor: int, count: int, choose: SampleDraft) -> Draft:
+    def draft(self, state: BranchState, anchor: int, count: int, rule: DraftRule) -> Draft:
         ids = [candidates_at(state.position + 1 + index) for index in range(count)]
         scores = mx.zeros((count, 16))
-        drawn = [choose(state.position + 1 + i, mx.array(ids[i]), scores[i]) for i in range(count)]
-        tokens = mx.stack([token for token, _ in drawn]).astype(mx.int32)
-        return Draft(tokens, mx.array(ids), stack_drawn([each for _, each in drawn]), {}, scores)
+        drawn = [drawn_at(rule, state.position + 1 + i, mx.array(ids[i]), scores[i]) for i in range(count)]
+        tokens, ranks = mx.stack([each.token for each in drawn]), mx.stack([each.ranks for each in drawn])
+        return Draft(tokens, mx.array(ids), stacked([each.probabilities for each in drawn]), {}, ranks)
 
 
 def candidates_at(position: int) -> list[int]:
@@ -139,12 +139,12 @@ def test_siblings_come_next_in_the_order_in_which_the_draft_came_first(
 def test_siblings_of_equal_candidates_do_not_repeat_the_draft() -> None:
     """Equal values have no order of their own, and a drafter may have drawn any of them."""
     ids, scores = mx.array([[4, 5, 6, 7]] * 4, dtype=mx.int32), mx.zeros((4, 4))
-    chain = Draft(mx.array([4, 5, 6, 7], dtype=mx.int32), ids, scores=scores)
-    tree = with_siblings(chain, (3, 3, 3, 3), Greedy().rank_candidates, 0)
+    chain = Draft(mx.array([4, 5, 6, 7], dtype=mx.int32), ids, ranks=scores)
+    tree = with_siblings(chain, (3, 3, 3, 3))
     tokens = tree.tokens.tolist()
     assert [sorted([token, *tokens[4 + 3 * i : 7 + 3 * i]]) for i, token in enumerate(tokens[:4])] == ids.tolist()
     # A tree of the drafter's own stays as it is.
-    assert with_siblings(tree, (1, 1, 1, 1), Greedy().rank_candidates, 0) is tree
+    assert with_siblings(tree, (1, 1, 1, 1)) is tree
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[:2], ids=["greedy", "coupled"])
@@ -219,7 +219,8 @@ def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.Monke
 def test_graphs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each number of rows, however they branch; MLX's operations run in place of a device's."""
     target, made = tiny_target("llama"), []
-    monkeypatch.setattr("mlx_spec.target.target.is_traceable", lambda: True)
+    for module in ("target", "graphs"):
+        monkeypatch.setattr(f"mlx_spec.target.{module}.is_traceable", lambda: True)
 
     def compiled(graph: Callable[..., Any]) -> Callable[..., Any]:
         made.append(graph)

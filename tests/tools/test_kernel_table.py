@@ -7,7 +7,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import tiny_model
 
-from tools import kernel_table, random_models
+from mlx_spec.measure import random_models
+from tools import kernel_table
 
 SMALL = dict(
     hidden_size=128,

@@ -1,7 +1,8 @@
-"""The one-pass block forward of DFlash and DFlash 2.
+"""The one-pass block forward of DFlash and DFlash 2: its modules, as checkpoints and training have them.
 
 Rows of a block are the anchor token and mask tokens; all run through the layers at once. Committed positions never
 do: they are seen only as the keys and values that the context writer made from the target's hidden states.
+``forward.py`` has the same over joined weights, for drafting.
 Source: research code of Z Lab (PyPI ``dflash`` 0.1.0); module names are the checkpoint's tensor names.
 """
 

@@ -4,19 +4,49 @@ Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, topk_rows
-from mlx_spec.drafters.base import Committed, Draft, DraftRequest
+from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, kv_sides, topk_rows
+from mlx_spec.drafters.base import Ahead, Committed, Draft, DraftRequest, DraftRule, Outcome, Unread
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
-from mlx_spec.drafters.dflash2.selector import gather_candidates, walk
+from mlx_spec.drafters.dflash2.forward import BlockForward, BlockLayer
+from mlx_spec.drafters.dflash2.selector import Candidates, Walked, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
-from mlx_spec.drafters.kv import ContextKV, context_pool, pages_of
+from mlx_spec.drafters.kv import ContextKV, ContextPages, context_pool, packed, unpacked
+from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
+from mlx_spec.target.graphs import Graphs
+from mlx_spec.target.linears import module_rows
+
+
+class Drafted(NamedTuple):
+    """What a draft pass computed for N blocks.
+
+    candidates: [N, k, K] int32, of each row, best first.
+    walked: what was picked of them.
+    finite: by stage of the pass, bool [N].
+    """
+
+    candidates: mx.array
+    walked: Walked
+    finite: dict[str, mx.array]
+
+    def of(self, n: int, count: int) -> Draft:
+        """Return the first ``count`` tokens of block n."""
+        tokens, ranks, probabilities = self.walked
+        return Draft(
+            tokens[n, :count],
+            self.candidates[n, :count],
+            None if (drawn := probabilities[n]) is None else drawn[:count],
+            {stage: flags[n] for stage, flags in self.finite.items()},
+            ranks[n, :count],
+        )
 
 
 class DFlash2Drafter:
@@ -31,6 +61,7 @@ class DFlash2Drafter:
         self.target_layer_ids = config.target_layer_ids
         self.max_draft = config.block_size - 1
         self.walk = walk
+        self.forward = BlockForward.of(model, config)
         self.writer = ContextWriter(model)
         self.mask = target.embed(mx.array([config.mask_token_id]))
         self._embed = target.embed
@@ -40,6 +71,7 @@ class DFlash2Drafter:
         self._head = (
             target.head_for(self._ids) if self._ids is not None else logits_of_first(config.vocab_size, target)
         )
+        self._graphs = Graphs()
 
     def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""
@@ -54,6 +86,7 @@ class DFlash2Drafter:
             state.check(rows.position)
         for state, rows in updates:
             state.add(rows.position, rows.aux_hidden_states)
+            state.written = rows.tokens.size if rows.ahead is not None else 0
         many = [state for state, _ in updates if state.waiting_rows > MAX_VERIFY_ROWS]
         if many:
             # Otherwise the features of a long prompt, or of many rounds, would be held until the next draft.
@@ -66,27 +99,121 @@ class DFlash2Drafter:
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
         for request in requests:
-            if not 1 <= request.count <= self.max_draft:
-                raise RequestError(
-                    f"This drafter drafts 1 to {self.max_draft} tokens a round, not {request.count}."
-                )
+            self._check(request.count)
         most = max((request.count for request in requests), default=0)
         if not most:
             return []
-        hidden = self.block(
-            [request.state for request in requests], [request.anchor for request in requests], most + 1
-        )[:, 1:]
+        states, rules = [request.state for request in requests], [request.rule for request in requests]
+        self.writer.write(states)
+        positions = [state.position for state in states]
+        numbers = packed([state.context for state in states], [request.anchor for request in requests], positions)
+        noises = [
+            rule.noise(position + 1, most, self.config.selector_top_k)
+            for rule, position in zip(rules, positions, strict=True)
+        ]
+        ways = tuple(rule.way for rule in rules)
+        graph = self._graphs.of((most, ways), partial(self._pass, most, rules))
+        drafted = Drafted(*graph(numbers, self.pool.data, noises))
+        return [drafted.of(n, request.count) for n, request in enumerate(requests)]
+
+    def propose_ahead(self, state: BlockState, count: int, rule: DraftRule, unread: Unread) -> Ahead:
+        """Draft after rows that the host has not read, see ``DraftsAhead``.
+
+        Keys and values of all of them are written after the context; those of rejected rows are never seen.
+        """
+        self._check(count)
+        self.writer.write([state])
+        features, most = unread.aux_hidden_states, unread.tree.num_rows
+        first = mx.array([state.position], dtype=mx.int32)
+        write = self._graphs.of(("ahead", unread.tree), partial(self._project_ahead, unread.tree))
+        state.context.write_ahead(write(features, first, unread.outcome))
+        numbers = packed([state.context], [0], [state.position])
+        noise = rule.noise(state.position + 2, most - 1 + count, self.config.selector_top_k)
+        graph = self._graphs.of(
+            (unread.tree, count, rule.way), partial(self._pass_ahead, unread.tree, count, rule)
+        )
+        return Ahead(Drafted(*graph(numbers, self.pool.data, noise, unread.outcome)).of(0, count))
+
+    def _check(self, count: int) -> None:
+        if not 1 <= count <= self.max_draft:
+            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
+
+    def _project_ahead(self, tree: Tree, features: mx.array, first: mx.array, outcome: mx.array) -> mx.array:
+        """Return context rows of the rows of a tree, in the order of the accepted path.
+
+        features: [R, T * H].
+        first: int32 [1], position of the anchor.
+        outcome: see ``AcceptRule.accept``.
+        """
+        positions = first + mx.arange(tree.num_rows, dtype=mx.int32)
+        return self.writer.project(Outcome.of(tree, outcome).rows(features), positions)
+
+    def _pass_ahead(
+        self,
+        tree: Tree,
+        count: int,
+        rule: DraftRule,
+        numbers: mx.array,
+        pool: mx.array,
+        noise: mx.array | None,
+        outcome: mx.array,
+    ) -> Drafted:
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+
+        numbers: as there, of the context before the tree's rows, with its anchor's position.
+        noise: of all positions that may come.
+        outcome: see ``AcceptRule.accept``.
+        """
+        (_, positions), pages = unpacked(numbers, 1, 2)
+        became = Outcome.of(tree, outcome)
+        after = became.accepted + 1
+        pages = ContextPages(pages.pages, pages.lengths + after)
+        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
+        return self._draft(count, [rule], became.following, positions + after, pages, pool, noises)
+
+    def _pass(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        numbers: mx.array,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> Drafted:
+        """Draft ``count`` tokens for N sequences.
+
+        rules: of these; only what ``way`` tells apart is read.
+        numbers: see ``packed``: anchors, their positions, and the contexts.
+        pool: see ``PagePool.data``.
+        noises: of the rules, see ``DraftRule.noise``.
+        """
+        (anchors, positions), pages = unpacked(numbers, len(rules), 2)
+        return self._draft(count, rules, anchors, positions, pages, pool, noises)
+
+    def _draft(
+        self,
+        count: int,
+        rules: Sequence[DraftRule],
+        anchors: mx.array,
+        positions: mx.array,
+        pages: ContextPages,
+        pool: mx.array,
+        noises: Sequence[mx.array | None],
+    ) -> Drafted:
+        hidden = self._block(anchors, positions, pages, pool, count + 1)[:, 1:]
         logits = self._head(hidden)
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
         selector = self.model.get("candidate_selector")
-        candidates = gather_candidates(selector, hidden, ids, self._transform(unary))
+        gates = mx.zeros((*ids.shape[:2], 0))
+        if selector is not None:
+            gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
+        candidates = Candidates(ids, self._transform(unary).astype(mx.float32), gates)
         # Of several sequences each has its own flags.
-        of_logits = are_finite[None] if len(requests) == 1 else finite_blocks(logits)
+        of_logits = are_finite[None] if len(rules) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
         if selector is not None:
             finite["candidate selector"] = finite_blocks(candidates.gates)
-        return self.walk(selector, candidates, requests, [request.state.position for request in requests], finite)
+        return Drafted(candidates.ids, self.walk(selector, candidates, anchors, rules, noises), finite)
 
     def rewind(self, state: BlockState, position: int) -> int:
         """Forget rows from ``position`` on, and return the position that the next committed row must have.
@@ -104,32 +231,35 @@ class DFlash2Drafter:
         rows: of each block, the anchor included.
         """
         self.writer.write(states)
-        embedded = self._embed(mx.array(list(anchors)))[:, None]
-        masks = mx.broadcast_to(self.mask, (len(anchors), rows - 1, self.mask.shape[-1]))
+        numbers = packed([state.context for state in states], anchors, [state.position for state in states])
+        (tokens, positions), pages = unpacked(numbers, len(states), 2)
+        return self._block(tokens, positions, pages, self.pool.data, rows)
+
+    def _block(
+        self, anchors: mx.array, positions: mx.array, pages: ContextPages, pool: mx.array, rows: int
+    ) -> mx.array:
+        embedded = self._embed(anchors)[:, None]
+        masks = mx.broadcast_to(self.mask, (anchors.size, rows - 1, self.mask.shape[-1]))
         scale = self.model.embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
         x = x if scale == 1.0 else x * scale
+        cached = Cached(pages.pages, pages.lengths, (rows,) * anchors.size)
 
-        pool, pages, lengths = pages_of([state.context for state in states])
-        cached = Cached(pages, lengths, (rows,) * len(states))
-
-        def attend(layer: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-            attended = attention_rows(
-                queries.flatten(0, 1),
-                keys.flatten(0, 1),
-                values.flatten(0, 1),
+        def attend(layer: BlockLayer, queries: mx.array, keys_values: mx.array) -> mx.array:
+            attention = layer.attention
+            return attention_rows(
+                queries,
+                *kv_sides(keys_values),
                 pool,
-                layer,
+                attention.index,
                 cached,
-                scale=self.config.head_dim**-0.5,
-                window=self.config.windows[layer],
-                block=not self.config.causal[layer],
+                scale=attention.scale,
+                window=attention.window,
+                block=layer.sees_block,
             )
-            return attended.reshape(queries.shape)
 
-        # One position for all spares the device an array.
-        cursors = [state.position for state in states]
-        return self.model(x, cursors[0] if len(cursors) == 1 else mx.array(cursors, dtype=mx.int32), attend)
+        of_rows = positions[:, None] + mx.arange(rows, dtype=mx.int32)
+        return self.forward(x, of_rows.flatten(), attend)
 
     def _transform(self, unary: mx.array) -> mx.array:
         unary = unary * self.config.output_multiplier

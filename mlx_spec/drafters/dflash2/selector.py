@@ -2,19 +2,20 @@
 
     score_t(a, b) = unary_t(b) + sum_r predecessor[a, r] * gate_t[r] * successor[b, r]
 
-The walk starts at the anchor and picks row by row, inside the graph.
+The scores of all neighbours are computed at once; the walk starts at the anchor and picks row by row.
 Source: Z Lab's DFlash 2 (``CandidateSelector`` of PyPI ``dflash`` 0.1.0).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.drafters.base import Draft, DraftRequest, stack_drawn
+from metal_kernels import walk_rows
+from mlx_spec.drafters.base import DraftRule
 from mlx_spec.drafters.dflash2.config import DFlash2Config
-from mlx_spec.target.linears import module_rows
 
 
 class CandidateSelector(nn.Module):
@@ -34,70 +35,68 @@ class Candidates:
     ids: [N, k, K] int32, best first.
     unary: [N, k, K] float32, their transformed logits.
     gates: [N, k, R] float32, with R = 0 where the drafter has no selector (DFlash 1).
-    successors: [N, k, K, R] float32.
     """
 
     ids: mx.array
     unary: mx.array
     gates: mx.array
-    successors: mx.array
 
 
-def gather_candidates(
-    selector: CandidateSelector | None, hidden: mx.array, ids: mx.array, unary: mx.array
-) -> Candidates:
-    """Look up what the walk needs; scores are kept in float32.
+class Walked(NamedTuple):
+    """The picked candidates of N blocks.
 
-    selector: None in DFlash 1.
-    hidden: [N, k, H], of the mask rows.
-    ids: [N, k, K] int32, of the candidates, best first.
-    unary: [N, k, K], their transformed logits.
+    tokens: [N, k] int32.
+    ranks: [N, k, K] float32, see ``Drawn``.
+    probabilities: of each block [k, K] float32, see ``Drawn``.
     """
-    unary = unary.astype(mx.float32)
+
+    tokens: mx.array
+    ranks: mx.array
+    probabilities: list[mx.array | None]
+
+
+def scores_after_each(selector: CandidateSelector | None, candidates: Candidates, anchors: mx.array) -> mx.array:
+    """Return the scores of candidates after each candidate of the row before: float32 [N, k, K, K].
+
+    selector: None in DFlash 1, whose candidates have their unary scores after any.
+    anchors: int32 [N], which the first row's candidates follow, whatever the third axis says.
+    """
+    ids, unary = candidates.ids, candidates.unary[:, :, None]
     if selector is None:
-        return Candidates(ids, unary, mx.zeros((*ids.shape[:2], 0)), mx.zeros((*ids.shape, 0)))
-    gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
-    return Candidates(ids, unary, gates, selector.successor_codebook(ids).astype(mx.float32))
+        return mx.broadcast_to(unary, (*ids.shape, ids.shape[-1]))
+    first = mx.broadcast_to(anchors[:, None, None], (ids.shape[0], 1, ids.shape[-1]))
+    previous = mx.concatenate([first, ids[:, :-1]], axis=1)
+    edges = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[:, :, None]
+    return unary + edges @ selector.successor_codebook(ids).astype(mx.float32).swapaxes(-1, -2)
 
 
 def walk(
     selector: CandidateSelector | None,
     candidates: Candidates,
-    requests: Sequence[DraftRequest],
-    positions: Sequence[int],
-    finite: Mapping[str, mx.array],
-) -> list[Draft]:
+    anchors: mx.array,
+    rules: Sequence[DraftRule],
+    noises: Sequence[mx.array | None],
+) -> Walked:
     """Pick one candidate per row of each block, inside the graph.
 
     selector: None in DFlash 1.
-    candidates: of the mask rows of N blocks.
-    requests: of N sequences.
-    positions: of their anchors.
-    finite: by stage of the pass, bool [N], see Draft.
+    candidates: of the k mask rows of N blocks.
+    anchors: int32 [N].
+    rules: of N requests.
+    noises: of each for its k rows, see ``DraftRule.noise``.
     """
-    previous = mx.array([request.anchor for request in requests])
-    paths: list[list[mx.array]] = [[] for _ in requests]
-    drawn_by: list[list[mx.array]] = [[] for _ in requests]
-    drawn_from: list[list[mx.array | None]] = [[] for _ in requests]
-    for t in range(candidates.ids.shape[1]):
-        scores = candidates.unary[:, t]
-        if selector is not None:
-            edge = selector.predecessor_codebook(previous).astype(mx.float32) * candidates.gates[:, t]
-            scores = scores + (candidates.successors[:, t] @ edge[..., None])[..., 0]
-        for n, request in enumerate(requests):
-            if t < request.count:
-                token, probabilities = request.sample_draft(positions[n] + 1 + t, candidates.ids[n, t], scores[n])
-                paths[n].append(token)
-                drawn_by[n].append(scores[n])
-                drawn_from[n].append(probabilities)
-        previous = mx.stack([path[-1] for path in paths])
-    return [
-        Draft(
-            mx.stack(path).astype(mx.int32),
-            candidates.ids[n, : len(path)],
-            stack_drawn(drawn),
-            {stage: flags[n] for stage, flags in finite.items()},
-            mx.stack(drawn_by[n]),
-        )
-        for n, (path, drawn) in enumerate(zip(paths, drawn_from, strict=True))
-    ]
+    ids, scores = candidates.ids, scores_after_each(selector, candidates, anchors)
+    ranks = mx.stack(
+        [
+            rule.ranks(ids[n][:, None], scores[n], None if noise is None else noise[:, None])
+            for n, (rule, noise) in enumerate(zip(rules, noises, strict=True))
+        ]
+    )
+    picks = walk_rows(ranks)
+    before = mx.pad(picks[:, :-1], [(0, 0), (1, 0)])[:, :, None, None]
+    of_path = mx.take_along_axis(scores, before, axis=2).squeeze(2)
+    return Walked(
+        mx.take_along_axis(ids, picks[:, :, None], axis=-1).squeeze(-1),
+        mx.take_along_axis(ranks, before, axis=2).squeeze(2),
+        [rule.probabilities(of_path[n]) for n, rule in enumerate(rules)],
+    )

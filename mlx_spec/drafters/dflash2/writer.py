@@ -6,10 +6,11 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from metal_kernels import context_kv, linear_rows
+from metal_kernels import MAX_VERIFY_ROWS, context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
 from mlx_spec.errors import PositionError
+from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.linears import joined_linears
 
 
@@ -20,10 +21,12 @@ class BlockState:
     context: keys and values of committed rows.
     waiting: features [n, T * H] of the rows after these, whose keys and values are not written yet. A draft writes
         all of them at once, so rounds without one cost next to nothing.
+    written: how many of these rows lie after the context's cursor already, see ``ContextKV.write_ahead``.
     """
 
     context: ContextKV
     waiting: list[mx.array] = field(default_factory=list)
+    written: int = 0
 
     @property
     def position(self) -> int:
@@ -41,7 +44,7 @@ class BlockState:
 
     def free(self) -> None:
         """Give the pages of the context back."""
-        self.waiting = []
+        self.waiting, self.written = [], 0
         self.context.free()
 
     def check(self, position: int) -> None:
@@ -59,12 +62,20 @@ class BlockState:
         self.check(position)
         self.waiting.append(features)
 
+    def settle(self) -> bool:
+        """Make what waits part of the context where all of it is written, and say whether nothing waits then."""
+        if self.waiting and self.written == self.waiting_rows:
+            self.context.advance(self.written)
+            self.waiting = []
+        self.written = 0
+        return not self.waiting
+
     def rewind(self, position: int) -> None:
         """Forget rows from ``position`` on.
 
         Raises PositionError, with nothing changed, when the window before them is lost; see ``ContextKV.rewind``.
         """
-        keep = position - self.context.cursor
+        keep, self.written = position - self.context.cursor, 0
         if keep <= 0:
             self.context.rewind(position)
             self.waiting = []
@@ -75,7 +86,8 @@ class BlockState:
 class ContextWriter:
     """Turns target features into context keys and values, all layers in one projection.
 
-    The k_proj and v_proj weights of all layers are laid side by side once, where they are quantised alike.
+    The k_proj and v_proj weights of all layers are laid side by side, where they are quantised alike: a copy
+    beside those of the block forward.
     """
 
     def __init__(self, model: DraftModel) -> None:
@@ -86,10 +98,11 @@ class ContextWriter:
         self.norms = mx.stack([a.k_norm.weight for a in attentions])
         self.eps = attentions[0].k_norm.eps
         self.rope = model.rope
+        self._graphs = Graphs()
 
     def write(self, states: Sequence[BlockState]) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
-        due = [state for state in states if state.waiting]
+        due = [state for state in states if not state.settle()]
         if not due:
             return
         for state in due:
@@ -99,11 +112,12 @@ class ContextWriter:
         positions = [
             mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
         ]
+        ends = list(accumulate(rows.shape[0] for rows in features))
+        project = self._graphs.of((), self.project) if ends[-1] <= MAX_VERIFY_ROWS else self.project
         if len(due) == 1:
-            written = [self.project(features[0], positions[0])]
+            written = [project(features[0], positions[0])]
         else:
-            ends = list(accumulate(rows.shape[0] for rows in features))[:-1]
-            written = list(mx.split(self.project(mx.concatenate(features), mx.concatenate(positions)), ends))
+            written = list(mx.split(project(mx.concatenate(features), mx.concatenate(positions)), ends[:-1]))
         append_to([(state.context, at, rows) for state, at, rows in zip(due, starts, written, strict=True)])
         for state in due:
             state.waiting = []
