@@ -47,7 +47,7 @@ REPLIES: dict[int | str, dict[str, Any]] = {
         "description": "A whole reply, or a stream of events.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},
         },
     },
 }

@@ -1,5 +1,6 @@
 """The thread that owns the engine: it runs rounds of all requests together, and knows nothing of HTTP."""
 
+import gc
 import logging
 import queue
 import threading
@@ -210,6 +211,7 @@ class Worker:
         if self._store is not None:
             self._store.clear()
         self._store = None
+        gc.collect()  # an engine and its drafter refer to each other
         mx.clear_cache()
         logger.info("Unloaded the model after %s s without a request.", self._idle_seconds)
 

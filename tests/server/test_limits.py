@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import anthropic
+import mlx.core as mx
 import openai
 import pytest
 from served import Served, serve, write_pair
@@ -172,12 +173,15 @@ def test_too_many_wait(strict: Served, keyed: openai.OpenAI) -> None:
 
 def test_an_idle_model_is_unloaded_and_comes_back(strict: Served, keyed: openai.OpenAI) -> None:
     before = keyed.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8).choices
-    loads, until = strict.worker.loads, time.monotonic() + 20
+    loads, until, held = strict.worker.loads, time.monotonic() + 20, mx.get_active_memory()
     while strict.worker.state != "unloaded":
         assert time.monotonic() < until
         time.sleep(0.02)
     health = send(strict, "GET", "/health")[2]
     assert (health["status"], health["is_loaded"]) == ("ready", False)
+    while held - mx.get_active_memory() < (strict.folder / "model.safetensors").stat().st_size:
+        assert time.monotonic() < until, "its memory is given back"
+        time.sleep(0.02)
     assert keyed.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8).choices == before
     assert strict.worker.loads == loads + 1
 
