@@ -4,7 +4,7 @@
 
 An agent's conversation: a long system message, then turns that each add the output of a tool. Both servers get the
 same messages in turns, in one run. Of each turn: tokens of the prompt, how many of them were read again, and the
-seconds from the request to the first token of the stream.
+seconds from the request to the first token of the stream. Needs no GPU, but on a CPU patience.
 """
 
 import argparse
