@@ -22,7 +22,7 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store wiring",
+        "mlx_spec.measure": "costs exactness random_models scripted store synthetic turns wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
