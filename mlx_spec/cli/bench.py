@@ -3,8 +3,8 @@
 Both run in turns in one process, prompt by prompt, and their tokens are compared. Rates leave out the time of
 reading a prompt.
 
-With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose passes
-are real and whose drafts are right with a chosen chance.
+With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose
+passes are real and whose drafts are right with a chosen chance.
 """
 
 import argparse
