@@ -12,13 +12,18 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench chat check extract_mtp quantize_drafter",
+        "mlx_spec": "__init__ bench chat check extract_mtp quantize_drafter serve",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
     {
         "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags generate_options "
-        "quantize_drafter",
+        "quantize_drafter serve",
+    },
+    {
+        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
+        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
+        "worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
@@ -69,7 +74,7 @@ ROOT_FILES = {
     "check.py",
     "errors.py",
     "extract_mtp.py",
-} | {"quantize_drafter.py"}
+} | {"quantize_drafter.py", "serve.py"}
 
 
 def level_of() -> dict[str, int]:

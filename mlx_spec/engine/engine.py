@@ -13,7 +13,7 @@ from mlx_spec.engine.costs import Costs
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
 from mlx_spec.engine.drafter_states import MAX_DRAFTER_STATES, DrafterStates
 from mlx_spec.engine.generation import Generation, Round
-from mlx_spec.engine.prompt import discard, next_chunk, read_chunk, show_progress, take_over
+from mlx_spec.engine.prompt import discard, next_chunk, read_chunk, shared_part, show_progress, take_over, trim
 from mlx_spec.engine.request import Request
 from mlx_spec.engine.round import Accepted, Snapshot, learn, run_round
 from mlx_spec.engine.scheduler import Scheduler
@@ -110,6 +110,21 @@ class Engine:
         if generation.finish_reason is None:
             generation.finish_reason = "cancelled"
         self._explain_depth(generation)
+
+    def reusable_tokens(self, request: Request, earlier: Generation) -> int:
+        """Return how many tokens of its prompt a request would share with an earlier generation, see ``start``."""
+        _, sequence = shared_part(request, earlier, self.reuse_replies)
+        if sequence is None:
+            return 0
+        length = sequence.length
+        sequence.free()
+        return length
+
+    def trim(self, generation: Generation) -> None:
+        """End a generation and give back what none that goes on from it would share, see ``start``."""
+        self.cancel(generation)
+        if not self.reuse_replies:
+            trim(self.states, generation)
 
     @overload
     def step(self, generations: Generation) -> Round: ...

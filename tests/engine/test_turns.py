@@ -268,3 +268,27 @@ def test_a_policy_does_not_learn_from_a_round_that_is_taken_back(tmp_path: Path)
     armed[0] = False
     finish(engine, generation)
     assert generation.tokens == plain(tiny_target(), request(TOKENS[:20])).text
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("reuse_replies", [False, True])
+def test_a_trimmed_generation_shares_as_much_as_before(name: str, reuse_replies: bool, tmp_path: Path) -> None:
+    """In fewer pages, where replies are not shared; and how much it shares is known before."""
+    engine = engine_of(name, tmp_path, reuse_replies=reuse_replies)
+    first = engine.start(request(TOKENS[:101]))
+    finish(engine, first)
+    again = request([*first.tokens, *TOKENS[:20]])
+    before, pages = engine.reusable_tokens(again, first), engine.target.pool.pages_in_use
+    engine.trim(first)
+    assert first.finish_reason == "length" and engine.reusable_tokens(again, first) == before
+    assert reuse_replies or engine.target.pool.pages_in_use < pages
+    second = engine.start(again, after=first)
+    assert second.statistics.cached_tokens == before == (109 if reuse_replies else 96)
+    warm = finish(engine, second)
+    if not reuse_replies:
+        cold = engine.start(again)
+        assert finish(engine, cold) == warm
+        engine.close(cold)
+    for generation in (first, second):
+        engine.close(generation)
+    assert engine.target.pool.pages_in_use == 0
