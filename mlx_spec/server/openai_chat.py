@@ -331,6 +331,7 @@ def delta_of(part: Part) -> Json:
 
 def token_logprob(tokenizer: Any, response: GenerationResponse) -> Json:
     """Return a token with its log-probability, and the likeliest ones."""
+    assert response.token is not None
 
     def entry(token: int, logprob: float) -> Json:
         raw = token_bytes(tokenizer, token)

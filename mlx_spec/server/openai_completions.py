@@ -162,7 +162,10 @@ class CompletionWriter:
         def name(token: int) -> str:
             return token_bytes(prepared.tokenizer, token).decode("utf-8", "replace")
 
-        names, offset = [name(token.token) for token in shown], self._offsets.get(index, 0)
+        names, offset = (
+            [name(token.token) for token in shown if token.token is not None],
+            self._offsets.get(index, 0),
+        )
         offsets = []
         for each in names:
             offsets.append(offset)

@@ -134,7 +134,8 @@ class Run:
             was_reasoning = text.parser.is_reasoning
             parts += text.parser.add(response.text)
             text.reasoning_tokens += was_reasoning or text.parser.is_reasoning
-            text.token_ids.append(response.token)
+            if response.token is not None:
+                text.token_ids.append(response.token)
             text.shown += len(response.text)
         return joined(parts)
 
