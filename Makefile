@@ -1,4 +1,5 @@
 # make generate PROMPT="..."   the demo: a real chat model with its trained drafter
+# make serve                   a server with the demo and a chat page at http://127.0.0.1:8080
 # make test                    everything that CI runs
 
 PYTHON ?= python3
@@ -6,10 +7,13 @@ PROMPT ?= Write a Python function that reverses a string.
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: generate test check clean
+.PHONY: generate serve test check clean
 
 generate: $(VENV)/installed
 	@$(BIN)/python -m mlx_spec.generate --model demo --prompt "$$PROMPT" $(ARGS)
+
+serve: $(VENV)/server-installed
+	@$(BIN)/python -m mlx_spec.serve $(ARGS)
 
 test: $(VENV)/test-installed check
 	@sh tests/emulator/install_clang.sh
@@ -27,6 +31,10 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx_spec needs Python 3.11 or later; set PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/server-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[server]"
 	@touch $@
 
 # The oracle packages pin versions that conflict with ours: they are installed without their dependencies.

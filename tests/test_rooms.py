@@ -12,13 +12,18 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench bisect chat check extract_mtp probe quantize_drafter",
+        "mlx_spec": "__init__ bench bisect chat check extract_mtp probe quantize_drafter serve",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
     {
         "mlx_spec.cli": "bench bisect chat check command drafters extract_mtp generate generate_flags "
-        "generate_options probe quantize_drafter",
+        "generate_options probe quantize_drafter serve",
+    },
+    {
+        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
+        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
+        "worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
@@ -35,8 +40,8 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head kind kv reference siblings "
-        "stages tree variants",
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head forced kind kv reference "
+        "siblings stages tree variants",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load reference selector tensors variants "
         "writer",
         "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
@@ -53,7 +58,7 @@ LEVELS: list[dict[str, str]] = [
     {"metal_kernels.checks": "cases self_check timing"},
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
-        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows "
+        "gather_rows gemm_rows limits linear linear_rows logprob_rows mask_rows moe_rows norm_rope qmm_rows "
         "rms_norm_rows rope row_products row_spans stack_rows "
         "topk_rows walk_rows",
     },
@@ -75,6 +80,7 @@ ROOT_FILES = {
     "extract_mtp.py",
     "probe.py",
     "quantize_drafter.py",
+    "serve.py",
 }
 
 

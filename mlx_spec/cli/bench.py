@@ -3,8 +3,8 @@
 Both run in turns in one process, prompt by prompt, and their tokens are compared. Rates leave out the time of
 reading a prompt.
 
-With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose passes
-are real and whose drafts are right with a chosen chance.
+With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose
+passes are real and whose drafts are right with a chosen chance.
 """
 
 import argparse
@@ -208,7 +208,8 @@ def run_prompt(
     """Generate the reply to one prompt in the chat template."""
     tokens, statistics = [], Statistics()
     for response in stream_generate(engine, tokenizer, prompt_of(tokenizer, item), **options):
-        tokens.append(response.token)
+        if response.token is not None:
+            tokens.append(response.token)
         statistics = response.statistics
     return tokens, statistics
 

@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from mlx_spec.engine.drafter_states import DrafterStates
 from mlx_spec.engine.generation import Generation
+from mlx_spec.engine.request import Request
 from mlx_spec.errors import PositionError
 from mlx_spec.target import CachedSequence, Target
 
@@ -86,17 +87,38 @@ def take_over(states: DrafterStates, generation: Generation, earlier: Generation
 
     everything: all that is cached of the same tokens, replies too; otherwise whole chunks of the earlier prompt.
     """
-    same = common_length(generation.request.prompt[:-1], earlier.tokens[: earlier.sequence.length])
-    step = generation.request.prefill_step_size
+    source, sequence = shared_part(generation.request, earlier, everything)
+    if sequence is not None:
+        generation.sequence = sequence
+        states.continue_from(source, generation)
+    generation.statistics.cached_tokens = generation.sequence.length
+
+
+def shared_part(
+    request: Request, earlier: Generation, everything: bool
+) -> tuple[Generation, CachedSequence | None]:
+    """Return the sequence that a new request can begin with, and the part of an earlier generation that has it.
+
+    None for a model with recurrent layers that kept no state in the part that both have in common.
+    """
+    same = common_length(request.prompt[:-1], earlier.tokens[: earlier.sequence.length])
+    step = request.prefill_step_size
     if not everything:
         is_same_step = step == earlier.request.prefill_step_size
         same = min(same, len(earlier.request.prompt) - 1) // step * step if is_same_step else 0
     for source in (earlier, earlier.boundary):
         if source is not None and (sequence := sequence_at(source, min(same, source.sequence.length))):
-            generation.sequence = sequence
-            states.continue_from(source, generation)
-            break
-    generation.statistics.cached_tokens = generation.sequence.length
+            return source, sequence
+    return earlier, None
+
+
+def trim(states: DrafterStates, generation: Generation) -> None:
+    """Keep of an ended generation the whole chunks of its prompt alone."""
+    if generation.boundary is not None:
+        discard(states, generation)
+        generation.sequence, generation.boundary.sequence = generation.boundary.sequence, generation.sequence
+        states.move(generation.boundary, generation)
+        generation.boundary = None
 
 
 def sequence_at(source: Generation, position: int) -> CachedSequence | None:

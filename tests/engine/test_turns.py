@@ -76,7 +76,7 @@ def finish(engine: Engine, generation: Generation) -> list[float]:
     """Run to the end and return the log-probability of each token."""
     found: list[float] = []
     while generation.finish_reason is None:
-        found += [each.logprob for each in engine.step(generation).logprobs]
+        found += [each.logprob for each in engine.step(generation).checked().logprobs]
     return found
 
 
@@ -243,7 +243,7 @@ def test_a_full_pool_is_said_where_a_prompt_waits_for_pages() -> None:
     failed = engine.step([first, second])[1]
     assert isinstance(failed.error, ContextFull) and not second.is_read
     with pytest.raises(ContextFull):
-        engine.step(second)
+        engine.step(second).checked()
     engine.close(first)
     finish(engine, second)
     assert second.tokens == plain(tiny_target(), request(TOKENS[:60])).text
@@ -263,8 +263,32 @@ def test_a_policy_does_not_learn_from_a_round_that_is_taken_back(tmp_path: Path)
     engine.read(generation)
     policy = str(vars(generation.policy))
     with pytest.raises(ValueError, match="not now"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert str(vars(generation.policy)) == policy
     armed[0] = False
     finish(engine, generation)
     assert generation.tokens == plain(tiny_target(), request(TOKENS[:20])).text
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("reuse_replies", [False, True])
+def test_a_trimmed_generation_shares_as_much_as_before(name: str, reuse_replies: bool, tmp_path: Path) -> None:
+    """In fewer pages, where replies are not shared; and how much it shares is known before."""
+    engine = engine_of(name, tmp_path, reuse_replies=reuse_replies)
+    first = engine.start(request(TOKENS[:101]))
+    finish(engine, first)
+    again = request([*first.tokens, *TOKENS[:20]])
+    before, pages = engine.reusable_tokens(again, first), engine.target.pool.pages_in_use
+    engine.trim(first)
+    assert first.finish_reason == "length" and engine.reusable_tokens(again, first) == before
+    assert reuse_replies or engine.target.pool.pages_in_use < pages
+    second = engine.start(again, after=first)
+    assert second.statistics.cached_tokens == before == (109 if reuse_replies else 96)
+    warm = finish(engine, second)
+    if not reuse_replies:
+        cold = engine.start(again)
+        assert finish(engine, cold) == warm
+        engine.close(cold)
+    for generation in (first, second):
+        engine.close(generation)
+    assert engine.target.pool.pages_in_use == 0
