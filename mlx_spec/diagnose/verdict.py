@@ -16,7 +16,7 @@ LEAST_ANCHORS = 48
 WEAK, WEAK_ON_KIND = 0.5, 0.35
 # Share of drafts that are the choice of the next position, from which on rows are off by one.
 OFF_BY_ONE = 0.15
-# How much more a row's hidden states help than others': standard errors, and score. More positions than texts have.
+# How much more a row's hidden states help than others': standard errors, score. More positions than texts have.
 SIGNAL, LEAST_SIGNAL, POSITIONS = 1.5, 0.02, 1 << 24
 # Share of the acceptance of a short context below which a long one is too long.
 FALLS = 0.6
