@@ -27,6 +27,7 @@ from metal_kernels.linear import Linear as Linear
 from metal_kernels.linear import Quantization as Quantization
 from metal_kernels.linear_rows import linear_rows as linear_rows
 from metal_kernels.logprob_rows import logprob_rows as logprob_rows
+from metal_kernels.mask_rows import mask_rows as mask_rows
 from metal_kernels.moe_rows import Experts as Experts
 from metal_kernels.moe_rows import moe_rows as moe_rows
 from metal_kernels.norm_rope import context_kv as context_kv

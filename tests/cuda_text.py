@@ -1,9 +1,10 @@
 """The CUDA form of a kernel as MLX would compile it, and its compilation by nvcc."""
 
 import hashlib
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from emulator.compiler import KEPT
 
 from metal_kernels.launching.launch import Kernel
 
+INCLUDE = re.compile(r"(?m)^#include <.*>$")
 CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.bool_: "bool"}
 
 
@@ -48,6 +50,15 @@ def cuda_text(
         f"{header}\nnamespace mlx::core::cu {{\n"
         f'extern "C" __global__ void {kernel.name}({", ".join(arguments)}) {{\n{values}{source}\n}}\n}}\n'
     )
+
+
+def together(texts: Mapping[str, str]) -> str:
+    """Join texts by name, each in a namespace of its own: most of a compilation is reading CUDA's headers."""
+    includes = {line for text in texts.values() for line in INCLUDE.findall(text)}
+    parts = [
+        f'namespace of_{name} {{\n#line 1 "{name}"\n{INCLUDE.sub("", text)}}}\n' for name, text in texts.items()
+    ]
+    return "\n".join([*sorted(includes), *parts])
 
 
 def compile_cuda(text: str, folder: Path) -> None:

@@ -151,7 +151,7 @@ def run(engine: Engine, request: Request, policy: Any = None) -> Finished:
         if policy is not None:
             generation.policy = policy
         while generation.finish_reason is None:
-            rounds.append(engine.step(generation).tokens)
+            rounds.append(engine.step(generation).checked().tokens)
             assert generation.sequence.length == len(generation.tokens) - 1
     finally:
         engine.close(generation)

@@ -218,7 +218,7 @@ def test_a_trained_head_gains_by_siblings_and_gives_the_numbers_of_plain_decodin
     for each in (request, replace(request, num_draft_tokens=0, on_verified=None)):
         generation, found = started(engine, each), list[Any]()
         while generation.finish_reason is None:
-            found += engine.step(generation).logprobs
+            found += engine.step(generation).checked().logprobs
         logprobs.append([(token.logprob, token.top) for token in found])
         engine.close(generation)
         if each is request:
@@ -297,10 +297,10 @@ def test_a_tree_of_more_rows_than_a_pass_has_is_refused_and_nothing_is_lost() ->
     generation = started(engine, replace(request_of("greedy", (3, 0)), num_sibling_drafts=None))
     drafter.parents = (0, 1, 2, *(0,) * 13)
     with pytest.raises(RequestError, match="proposed 16 tokens, but beside the anchor this pass has 15 rows"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert generation.tokens == list(generation.request.prompt)
     del drafter.parents
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     assert generation.tokens == expected.text
     engine.close(generation)

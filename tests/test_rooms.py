@@ -27,7 +27,7 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store wiring",
+        "mlx_spec.measure": "costs exactness random_models scripted store synthetic turns wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
@@ -39,7 +39,7 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.diagnose": "rows wiring",
     },
     {
-        "mlx_spec.drafters": "base chain draft_head kind kv siblings tree wiring",
+        "mlx_spec.drafters": "base chain draft_head forced kind kv siblings tree wiring",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load selector tensors writer",
         "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
         "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
@@ -55,7 +55,7 @@ LEVELS: list[dict[str, str]] = [
     {"metal_kernels.checks": "cases self_check timing"},
     {
         "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
-        "gather_rows gemm_rows limits linear linear_rows logprob_rows moe_rows norm_rope qmm_rows "
+        "gather_rows gemm_rows limits linear linear_rows logprob_rows mask_rows moe_rows norm_rope qmm_rows "
         "rms_norm_rows rope row_products row_spans stack_rows "
         "topk_rows walk_rows",
     },

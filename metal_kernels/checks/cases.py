@@ -26,6 +26,7 @@ from metal_kernels.gather_rows import gather_rows
 from metal_kernels.gemm_rows import gemm_rows
 from metal_kernels.limits import MAX_VERIFY_ROWS
 from metal_kernels.logprob_rows import logprob_rows
+from metal_kernels.mask_rows import mask_rows
 from metal_kernels.norm_rope import context_kv, qkv_norm_rope
 from metal_kernels.qmm_rows import qmm_rows
 from metal_kernels.rope import Rope
@@ -236,6 +237,16 @@ def logprob(vocabulary: int = 9000) -> CaseRun:
     )
 
 
+def mask(vocabulary: int = 9000) -> CaseRun:
+    """Rows of logits of which half of the entries are forbidden; in place of minus infinity, what compares."""
+    words = mx.random.randint(0, 1 << 31, (ROWS, -(-vocabulary // 32)), key=mx.random.key(1)).astype(mx.uint32)
+
+    def operation(logits: mx.array, bits: mx.array) -> Outputs:
+        return (mx.maximum(mask_rows(logits, bits), -100.0),)
+
+    return each_row(operation, random(0, ROWS, vocabulary, scale=13.0), words)
+
+
 def accept(drafts: int = 7) -> CaseRun:
     """Sixteen rounds of drafts, of which 0 to 7 are accepted."""
     choices = mx.broadcast_to(mx.arange(drafts + 1, dtype=mx.int32), (ROWS, drafts + 1))
@@ -344,6 +355,7 @@ CASES = (
     Case("topk_rows", topk),
     Case("argmax_rows", argmax),
     Case("logprob_rows", logprob),
+    Case("mask_rows", mask),
     Case("accept_rows", accept),
     Case("walk_rows", walk),
     Case("stack_rows", stack),

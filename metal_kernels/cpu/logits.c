@@ -1,4 +1,5 @@
-// What is read of rows of logits: the best entry, the best k, and the log-probability of one.
+// What is read of rows of logits: the best entry, the best k, and the log-probability of one; and rows of which some
+// entries are forbidden.
 #include "lanes.h"
 #include "threads.h"
 
@@ -10,6 +11,7 @@ enum {
 typedef struct {
   const void *logits;
   const int32_t *tokens;
+  const uint32_t *bits;
   void *values;
   float *totals, *picked;
   int32_t *ids;
@@ -105,6 +107,31 @@ INLINE float spread_of(int type, const void *row, size_t count, float *largest) 
   return logf(total(sum));
 }
 
+// Entries whose bit is 0 become minus infinity.
+static void forbid(int type, void *row, size_t count, const uint32_t *bits) {
+  uint32_t *wide = row, infinite = 0xff800000u;
+  uint16_t *narrow = row, half_infinite = type == BF16 ? 0xff80 : 0xfc00;
+  for (size_t from = 0; from < count; from += 32) {
+    uint32_t word = bits[from / 32];
+    size_t entries_here = least(count - from, 32);
+    if (word == 0xffffffffu) continue;
+    if (type == F32)
+      for (size_t i = 0; i < entries_here; i++) wide[from + i] = word >> i & 1 ? wide[from + i] : infinite;
+    else
+      for (size_t i = 0; i < entries_here; i++) narrow[from + i] = word >> i & 1 ? narrow[from + i] : half_infinite;
+  }
+}
+
+static void mask_part(const void *what, size_t first, size_t last, int thread) {
+  const Logits *l = what;
+  (void)thread;
+  for (size_t r = first; r < last; r++) {
+    void *row = (void *)at(l->type, l->values, r * l->count);
+    memcpy(row, at(l->type, l->logits, r * l->count), l->count * size_of(l->type));
+    forbid(l->type, row, l->count, l->bits + r * ((l->count + 31) / 32));
+  }
+}
+
 static void argmax_part(const void *what, size_t first, size_t last, int thread) {
   const Logits *l = what;
   (void)thread;
@@ -177,5 +204,12 @@ EXPORT void cpu_logprob(const void *logits, int type, const int32_t *tokens, siz
   begin_call();
   Logits l = {.logits = logits, .type = type, .count = count, .tokens = tokens, .totals = totals, .picked = picked};
   run_parts(logprob_part, &l, rows, rows_each(&l));
+  end_call();
+}
+
+EXPORT void cpu_mask(const void *logits, int type, const uint32_t *bits, size_t rows, size_t count, void *masked) {
+  begin_call();
+  Logits l = {.logits = logits, .type = type, .count = count, .bits = bits, .values = masked};
+  run_parts(mask_part, &l, rows, rows_each(&l));
   end_call();
 }

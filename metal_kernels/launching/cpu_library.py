@@ -36,6 +36,7 @@ FUNCTIONS = {
     "cpu_argmax": "pi nn pp",
     "cpu_topk": "pi nnn ppp",
     "cpu_logprob": "pi p nn pp",
+    "cpu_mask": "pi p nn p",
     "cpu_accept": "pn p pn pn pn pn p p",
     "cpu_dynamic_conv": "pi pi pi p nnn nnnn p",
     "cpu_causal_conv": "ppp ppp i pp pi nn nn nn nn pppp",

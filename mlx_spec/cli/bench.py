@@ -3,13 +3,15 @@
 Both run in turns in one process, prompt by prompt, and their tokens are compared. Rates leave out the time of
 reading a prompt.
 
-On two CPU cores a prompt takes about a minute, so the 40 that are used without --prompts and --limit take about 40
-minutes. For a quick try: --limit 1 --max-tokens 64.
+With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose
+passes are real and whose drafts are right with a chosen chance.
 """
 
 import argparse
+import importlib.util
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -21,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
+from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.cli.command import run_command
 from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT
@@ -31,15 +34,23 @@ from mlx_spec.generate.options import make_sampling
 from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
 from mlx_spec.measure.costs import as_json
+from mlx_spec.measure.random_models import CONFIGS
 from mlx_spec.measure.store import version_of
+from mlx_spec.measure.synthetic import Synthetic, time_synthetic
+from mlx_spec.measure.turns import Timed, mlx_lm_arm
 
 EXAMPLES = """examples:
   python -m mlx_spec.bench --limit 10
   python -m mlx_spec.bench --model mlx-community/Qwen3-8B-4bit --drafter RedHatAI/Qwen3-8B-speculator.dflash2
   python -m mlx_spec.bench --num-draft-tokens 7 --no-plain     accepted length at one depth
+  python -m mlx_spec.bench --limit 10 --compare-mlx-lm         mlx_lm.generate's tokens a second, too
+  python -m mlx_spec.bench --synthetic Qwen3-8B --context 8192 --plot rounds.png
 
 The last line is a JSON object with all figures. The exit status is 1 when a reply differs from plain decoding's
 that must not, 2 after an error, 130 after Ctrl-C, 143 after SIGTERM."""
+
+
+KINDS, BITS = ("dflash2", "eagle", "mtp"), (2, 3, 4, 5, 6, 8, 16)
 
 
 @dataclass
@@ -52,13 +63,16 @@ class Tally:
     seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
+    mlx_lm_ms: list[float] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     sibling_drafts: int = 0
     accepted_sibling_drafts: int = 0
 
-    def add(self, speculative: Statistics, plain: Statistics | None) -> None:
+    def add(self, speculative: Statistics, plain: Statistics | None, mlx_lm: Timed | None = None) -> None:
         """Add one prompt."""
+        if mlx_lm is not None and mlx_lm.ms_a_token:
+            self.mlx_lm_ms.append(mlx_lm.ms_a_token)
         self.prompts += 1
         self.tokens += speculative.tokens
         self.rounds += speculative.rounds
@@ -75,6 +89,12 @@ class Tally:
         """Return the figures as JSON values; rates are 0 where nothing was measured."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
+        mlx_lm = 1e3 * len(self.mlx_lm_ms) / sum(self.mlx_lm_ms) if self.mlx_lm_ms else 0.0
+        more = (
+            {"mlx_lm_tokens_per_second": round(mlx_lm, 2), "ratio_to_mlx_lm": round(rate / mlx_lm, 3)}
+            if mlx_lm
+            else {}
+        )
         return {
             "prompts": self.prompts,
             "tokens": self.tokens,
@@ -85,6 +105,7 @@ class Tally:
             "tokens_per_second": round(rate, 2),
             "plain_tokens_per_second": round(plain, 2),
             "ratio": round(rate / plain, 3) if plain else 0.0,
+            **more,
         }
 
 
@@ -133,6 +154,22 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     add("--exact", choices=("on", "off"), default="on", help="off takes MLX's own operations (default: on)")
     add("--no-plain", action="store_true", help="leave plain decoding out: acceptance only, in half of the time")
+    add("--compare-mlx-lm", action="store_true", help="time mlx-lm's own greedy loop on each prompt, too")
+    add("--plot", type=Path, help="draw the rates into this file (needs matplotlib, extra plots)")
+    made = parser.add_argument_group("models with random weights")
+    made.add_argument("--synthetic", choices=sorted(CONFIGS), help="shape of a model to time")
+    made.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=["dflash2"], help="drafters to time (default: dflash2)"
+    )
+    made.add_argument(
+        "--synthetic-acceptance", type=float, default=0.8, help="chance that a draft is right (default: 0.8)"
+    )
+    made.add_argument("--bits", type=int, default=4, choices=BITS, help="of weights; 16: bfloat16 (default: 4)")
+    made.add_argument("--context", type=int, default=1024, help="tokens of the prompt (default: 1024)")
+    made.add_argument("--streams", type=int, default=1, help="texts that are decoded together (default: 1)")
+    made.add_argument("--depths", type=int, nargs="+", default=[7], help="drafts a round (default: 7)")
+    made.add_argument("--turns", type=int, default=3, help="runs of each way, in turns (default: 3)")
+    made.add_argument("--layers", type=int, help="fewer layers than the shape has, for a quick try")
     return parser
 
 
@@ -157,17 +194,22 @@ def read_prompts(path: Path, limit: int | None) -> list[dict[str, str]]:
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
+def prompt_of(tokenizer: Any, item: dict[str, str]) -> list[int]:
+    """Return a prompt in the chat template."""
+    messages = [{"role": "user", "content": item["prompt"]}]
+    if item.get("system"):
+        messages.insert(0, {"role": "system", "content": item["system"]})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
 def run_prompt(
     engine: Engine, tokenizer: Any, item: dict[str, str], **options: Any
 ) -> tuple[list[int], Statistics]:
     """Generate the reply to one prompt in the chat template."""
-    messages = [{"role": "user", "content": item["prompt"]}]
-    if item.get("system"):
-        messages.insert(0, {"role": "system", "content": item["system"]})
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     tokens, statistics = [], Statistics()
-    for response in stream_generate(engine, tokenizer, prompt, **options):
-        tokens.append(response.token)
+    for response in stream_generate(engine, tokenizer, prompt_of(tokenizer, item), **options):
+        if response.token is not None:
+            tokens.append(response.token)
         statistics = response.statistics
     return tokens, statistics
 
@@ -195,8 +237,11 @@ def measure(
                 plain_tokens, plain = run_prompt(engine, tokenizer, item, num_draft_tokens=0, **options)
                 compared += 1
                 equal += plain_tokens == tokens
+            mlx_lm = None
+            if args.compare_mlx_lm:
+                mlx_lm = mlx_lm_arm(engine.target.model, prompt_of(tokenizer, item), len(tokens))
             for kind in (item.get("kind", "prompts"), "all"):
-                tallies[kind].add(statistics, plain)
+                tallies[kind].add(statistics, plain, mlx_lm)
     except KeyboardInterrupt:
         print("stopped, the figures are those of the prompts so far", file=sys.stderr)
     kinds = {kind: tally.as_dict() for kind, tally in sorted(tallies.items(), key=lambda pair: pair[0] == "all")}
@@ -215,6 +260,8 @@ def print_table(result: dict[str, Any]) -> None:
         print(f"position {position}: {share:.3f} of the drafts accepted")
     if siblings := result["kinds"].get("all", {}).get("sibling_drafts"):
         print(f"sibling drafts accepted: {result['kinds']['all']['accepted_sibling_drafts']} of {siblings}")
+    if rate := result["kinds"].get("all", {}).get("mlx_lm_tokens_per_second"):
+        print(f"mlx-lm: {rate:.2f} tokens/s, drafted {result['kinds']['all']['ratio_to_mlx_lm']:.2f} times that")
     if result["compared_replies"]:
         print(f"replies equal to plain decoding: {result['equal_replies']} of {result['compared_replies']}")
 
@@ -228,8 +275,97 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: run(args), failed=2)
 
 
+def machine() -> dict[str, str]:
+    """Return what figures depend on besides the model: the device, and versions."""
+    return {
+        "device": str(mx.device_info().get("device_name", mx.default_device())),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "mlx": version_of("mlx"),
+        "mlx_lm": version_of("mlx-lm"),
+        "mlx_spec": version_of("mlx_spec"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Return the commit of a checkout, "" elsewhere."""
+    line = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def run_synthetic(args: argparse.Namespace) -> int:
+    """Time a model with random weights; the exit status is 1 where drafted texts are not the plain ones."""
+    wanted = Synthetic(
+        shape=args.synthetic,
+        kinds=tuple(args.kinds),
+        bits=None if args.bits == 16 else args.bits,
+        acceptance=args.synthetic_acceptance,
+        context=args.context,
+        streams=args.streams,
+        tokens=args.max_tokens,
+        depths=tuple(args.depths),
+        layers=args.layers,
+    )
+    check_synthetic(wanted, args.turns)
+    arms = time_synthetic(wanted, args.turns, sys.stderr.isatty())
+    print(f"{'':<14}{'ms a round':>11}{'tokens a round':>15}{'ms a token':>11}{'tokens/s':>10}  plain text")
+    for name, row in arms.items():
+        figures = f"{row['round_ms']:>11.2f}{row['tokens_a_round']:>15.2f}{row['token_ms']:>11.2f}"
+        print(f"{name:<14}{figures}{row['tokens_per_second']:>10.1f}  {'equal' if row['equal'] else 'other'}")
+    if args.plot is not None:
+        draw(args.plot, {name: row["tokens_per_second"] for name, row in arms.items()}, "tokens/s")
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    print(json.dumps({**machine(), "arms": arms, "arguments": arguments}))
+    return 0 if all(row["equal"] for name, row in arms.items() if name != "mlx-lm") else 1
+
+
+def check_synthetic(wanted: Synthetic, turns: int) -> None:
+    """Raise RequestError for numbers without a meaning."""
+    numbers = {
+        "--context": wanted.context,
+        "--streams": wanted.streams,
+        "--max-tokens": wanted.tokens,
+        "--turns": turns,
+        "--depths": min(wanted.depths),
+        "--layers": 1 if wanted.layers is None else wanted.layers,
+    }
+    for flag, value in numbers.items():
+        if value < 1:
+            raise RequestError(f"{flag} must be at least 1, not {value}.")
+    if not 0 <= wanted.acceptance <= 1:
+        raise RequestError(f"--synthetic-acceptance is a chance from 0 to 1, not {wanted.acceptance}.")
+    if wanted.streams > MAX_VERIFY_ROWS:
+        raise RequestError(f"--streams takes up to {MAX_VERIFY_ROWS}, the rows of a pass, not {wanted.streams}.")
+
+
+def check_plots() -> None:
+    """Raise RequestError where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RequestError("--plot needs matplotlib: pip install 'mlx_spec[plots]'.")
+
+
+def draw(path: Path, rates: dict[str, float], label: str) -> None:
+    """Draw a bar for each rate into a file."""
+    from matplotlib.figure import Figure  # an extra
+
+    figure = Figure(figsize=(7, 0.5 + 0.45 * len(rates)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(list(rates), list(rates.values()))
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    figure.savefig(path)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the figures and return the exit status. Raises MlxSpecError, OSError."""
+    if args.plot is not None:
+        check_plots()
+    if args.synthetic is not None:
+        return run_synthetic(args)
     items = read_prompts(args.prompts, args.limit)
     check_options(args)
     engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
@@ -237,10 +373,11 @@ def run(args: argparse.Namespace) -> int:
     result = measure(engine, tokenizer, items, args)
     print_table(result)
     print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
+    if args.plot is not None:
+        kinds = result["kinds"]
+        draw(args.plot, {name: row["tokens_per_second"] for name, row in kinds.items()}, "drafted, tokens/s")
     about = {
-        "device": str(mx.default_device()),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "mlx": version_of("mlx"),
+        **machine(),
         "dtype": str(engine.target.dtype),
         "exact": engine.exactness.holds,
         "seconds": round(time.perf_counter() - started, 1),

@@ -13,6 +13,7 @@ from mlx_spec.cli.generate_flags import (
     REFUSED,
     add_drafting_flags,
     add_end_flags,
+    add_grammar_flags,
     add_model_flags,
     add_refused_flags,
     add_sampling_flags,
@@ -63,6 +64,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     add_template_flags(parser)
     add_end_flags(parser)
+    add_grammar_flags(parser)
     add_sampling_flags(parser)
     add_drafting_flags(parser)
     parser.add_argument_group("output").add_argument(
@@ -128,7 +130,9 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": message}]
         with PrefillBar(self._options["prefill_step_size"]) as bar:
             responses = self._conversation.stream(asked, prompt_progress_callback=bar.update, **self._options)
-            text, last, stopped = read_responses(responses, is_answer=True, is_printed=self._stats != "json")
+            # A reply that matches a grammar is not changed.
+            is_answer = self._options["grammar"] is None
+            text, last, stopped = read_responses(responses, is_answer, is_printed=self._stats != "json")
         if last is None:
             return stopped
         self.messages = [*asked, {"role": "assistant", "content": text}]

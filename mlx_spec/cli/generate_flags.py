@@ -184,6 +184,7 @@ def add_drafting_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens to draft a round: auto chooses by costs measured on this machine (default), adaptive goes up "
         "and down with acceptance, a number is kept, 0 is plain decoding",
     )
+    add("--max-draft-tokens", type=int, metavar="N", help="the most that auto and adaptive draft a round")
     add("--draft-vocab", type=int, metavar="N", help="draft from the N most frequent tokens only (MTP, EAGLE)")
     add(
         "--draft-bits",

@@ -22,13 +22,14 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in (*names, *more, *penalties)}
     options["stop"] = [unescaped(text) for text in args.stop]
     options["num_draft_tokens"] = draft_tokens(args.num_draft_tokens)
+    options["max_draft_tokens"] = args.max_draft_tokens
     if args.logit_bias is not None:
         options["logit_bias"] = logit_bias(args.logit_bias)
-    if "grammar" in args:
-        options["grammar"] = grammar(args)
+    options["grammar"] = grammar(args)
     # Checked here, before a model is loaded.
     make_sampling({name: options[name] for name in options.keys() & Sampling.__dataclass_fields__.keys()})
-    Request([0], max_tokens=args.max_tokens, prefill_step_size=args.prefill_step_size).check_limits()
+    limits = ("max_tokens", "prefill_step_size", "num_draft_tokens", "max_draft_tokens")
+    Request([0], **{name: options[name] for name in limits}).check_limits()
     return options
 
 

@@ -7,12 +7,13 @@ nothing behind, and a round that is taken back goes back to the place before it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise, takewhile
 from textwrap import shorten
 from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.tree import Tree
@@ -122,41 +123,111 @@ class Place:
         is_end = state.is_stopped() and self.end_tokens.issuperset(refused)
         return replace(self, state=state) if is_end or not refused else None
 
-    def masked(self, logits: mx.array, drafts: mx.array, tree: Tree) -> mx.array:
-        """Forbid what the grammar does not allow, by minus infinity.
+    def forced(self) -> list[int]:
+        """Return the tokens that come next whatever is chosen, as far as llguidance knows them."""
+        return [] if self.mark is not None else list(self.state.deep_copy().compute_ff_tokens())
 
-        logits: [R, V]; row j follows the drafts [R - 1] on its path through a tree. The host waits for these.
-        Rows after a draft that is refused itself are left as they are: nothing comes of them.
+    def runs(self, drafts: Sequence[int], tree: Tree) -> list["Run"]:
+        """Return the rows of a tree of drafts at which the grammar rules, as runs. There is one of a chain.
+
+        Rows after a draft that is refused, or ends the text, belong to none: nothing comes of them.
         """
-        places = self._places(np.array(drafts).tolist(), tree)
-        if all(place is None or place.mark is not None for place in places):
-            return logits
-        bits = np.full((tree.num_rows, -(-self.vocab_size // BITS)), np.uint32(2**BITS - 1))
-        for row, place in zip(bits, places, strict=True):
-            if place is not None and place.mark is None:
-                row[:] = place._allowed()[: row.size]
-        return mx.where(spread(mx.array(bits), self.vocab_size), logits, -mx.inf)
-
-    def _places(self, drafts: Sequence[int], tree: Tree) -> list["Place | None"]:
-        """Return the place of each row, None after a draft that is refused."""
-        places: list[Place | None] = [self]
-        for parent, draft in zip(tree.parents, drafts, strict=True):
-            before = places[parent]
+        firsts = [0, *(row for row, parent in enumerate(tree.parents, 1) if parent != row - 1), tree.num_rows]
+        found = []
+        for row, end in pairwise(firsts):
+            path = [drafts[each - 1] for each in tree.paths[row][1:]]
             # A drafter whose numbers are not finite may draft anything, even what is no token.
-            places.append(None if before is None or draft < 0 else before.after([draft]))
-        return places
+            place = self if not path else self.after(path) if min(path) >= 0 else None
+            following = drafts[row : end - 1]
+            if place is not None and place.mark in following:
+                begun = following.index(place.mark) + 1
+                place, row, following = replace(place, mark=None), row + begun, following[begun:]
+            if place is not None and place.mark is None:
+                going_on = takewhile(lambda draft: draft >= 0 and draft not in self.end_tokens, following)
+                found.append(Run(place, row, list(going_on)))
+        return found
 
-    def _allowed(self) -> np.ndarray:
-        """Return a bit for each token that may come next: uint32 words."""
-        words = np.frombuffer(self.state.compute_bitmask(), dtype=np.uint32)
-        # A grammar that got too complex allows the end tokens; the text would end in its middle.
-        return np.zeros_like(words) if self.state.is_error() else words
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a sequence that follow each other.
+
+    place: of the first one.
+    row: its number among the rows of the sequence.
+    drafts: the tokens of the others.
+    """
+
+    place: Place
+    row: int
+    drafts: list[int]
+
+    def fill_one_by_one(self, bits: np.ndarray, leaves_some: np.ndarray) -> None:
+        """Fill in what may come at these rows: words [n, W], and whether anything may, [n]."""
+        place: Place | None = self.place
+        for index in range(len(self.drafts) + 1):
+            if index and place is not None:
+                place = place.after(self.drafts[index - 1 : index])
+            bits[index] = 2**BITS - 1
+            if place is not None:
+                state = place.state.deep_copy()
+                state.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits[index].nbytes)
+                # A grammar that got too complex allows the end tokens; the text would end in its middle.
+                if state.is_error():
+                    bits[index], leaves_some[index] = 0, False
 
 
-def spread(bits: mx.array, size: int) -> mx.array:
-    """Return the first bits of words [R, W] as bool [R, size]."""
-    each = (bits[:, :, None] >> mx.arange(BITS, dtype=mx.uint32)) & 1
-    return each.reshape(bits.shape[0], -1)[:, :size] != 0
+@dataclass(frozen=True)
+class AllowedTokens:
+    """What may come at each row of a pass.
+
+    bits: a bit for each token, uint32 [R, ceil(V / 32)], see ``mask_rows``.
+    leaves_some: whether anything may, for each row: bool [R].
+    """
+
+    bits: np.ndarray
+    leaves_some: np.ndarray
+
+
+def allowed_tokens(runs: Sequence[tuple[int, Run]], num_rows: int) -> AllowedTokens | None:
+    """Return what grammars allow at the rows of a pass; None where that is everything at every row.
+
+    runs: with the number of each one's first row among the ``num_rows`` of the pass. At other rows everything may
+        come.
+    The runs are computed in parallel, outside Python's lock.
+    """
+    if not runs:
+        return None
+    words = -(-runs[0][1].place.vocab_size // BITS)
+    bits, leaves_some = np.full((num_rows, words), np.uint32(2**BITS - 1)), np.ones(num_rows, dtype=bool)
+    # Copies, because another run, or another thread, may begin at the same place.
+    states = [run.place.state.deep_copy() for _, run in runs]
+    fill(bits, [(state, first, run.drafts) for state, (first, run) in zip(states, runs, strict=True)])
+    for state, (first, run) in zip(states, runs, strict=True):
+        if state.is_error():
+            rows = slice(first, first + len(run.drafts) + 1)
+            run.fill_one_by_one(bits[rows], leaves_some[rows])
+    return AllowedTokens(bits, leaves_some)
+
+
+def fill(bits: np.ndarray, runs: Sequence[tuple[Any, int, list[int]]]) -> None:
+    """Let llguidance write what may come after states, and after the drafts that follow each.
+
+    runs: (state, row, drafts).
+    """
+    shape = bits.ctypes.data, bits.itemsize * bits.shape[1], bits.shape[0]
+    alone = [(state, row) for state, row, drafts in runs if not drafts]
+    if len(runs) == len(alone) == 1:  # needs no other thread
+        alone[0][0].unsafe_compute_mask_ptr(bits[alone[0][1]].ctypes.data, shape[1])
+    elif alone:
+        executor().unsafe_compute_mask_ptr(alone, *shape)
+    if followed := [run for run in runs if run[2]]:
+        executor().unsafe_compute_mask_ptr_with_draft_token(followed, *shape)
+
+
+@cache
+def executor() -> Any:
+    """Return llguidance's threads."""
+    return llguidance().LLExecutor()
 
 
 # By tokenizer, then by width and end tokens: building one takes a second.

@@ -1,9 +1,9 @@
 """The engine: sequences are started, stepped, forked and closed. It knows nothing of text, printing or servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
 from mlx_spec.decoding.accept import rule_for
@@ -21,8 +21,7 @@ from mlx_spec.engine.statistics import NOT_CHECKED, Exactness, Statistics
 from mlx_spec.errors import DrafterFailure, MlxSpecError, RequestError
 from mlx_spec.target import Target
 
-Result = TypeVar("Result")
-DEPTH_FIELDS = ("num_draft_tokens", "num_sibling_drafts")
+DEPTH_FIELDS = ("num_draft_tokens", "max_draft_tokens", "num_sibling_drafts")
 
 
 class Engine:
@@ -110,6 +109,7 @@ class Engine:
         """End a generation that runs. What is cached stays until it is closed: another may go on from it."""
         if generation.finish_reason is None:
             generation.finish_reason = "cancelled"
+        self._explain_depth(generation)
 
     def reusable_tokens(self, request: Request, earlier: Generation) -> int:
         """Return how many tokens of its prompt a request would share with an earlier generation, see ``start``."""
@@ -139,26 +139,33 @@ class Engine:
         than one chunk; who is read then takes part in the round, and others get an empty one.
 
         Up to 16 sequences take part; of more, those whose turn it is. The others, and those that are finished, get
-        an empty round. What goes wrong with a generation, such as ContextFull or NonFiniteError, is raised for a
-        single one, and is ``Round.error`` among several; that generation is as before, and the others go on. What
-        is raised otherwise, by an interruption for example, leaves all of them as they were.
+        an empty round. What goes wrong with a generation, such as ContextFull or NonFiniteError, is never raised:
+        it is ``Round.error``, of one as of several; ``Round.checked`` raises it. That generation is as before, and
+        the others go on. What is raised, by an interruption for example, leaves all of them as they were.
         Raises RequestError for a generation that was closed, or that is named twice.
         """
-        if isinstance(generations, Generation):
-            return self._step([generations], only)
-        return self._step(generations, list)
+        return self._step(generations, answering=False)
 
-    def answer_step(self, generation: Generation) -> Round:
-        """Run one round for a short exact answer: tokens that the full logits confirm, with log-probabilities.
+    @overload
+    def answer_step(self, generations: Generation) -> Round: ...
 
-        For greedy requests. The token of each row is compared with the largest of its full logits; at the first
-        that differs the full logits' token is emitted, and the round ends with it. Tokens and log-probabilities
-        are those of plain decoding, bit for bit.
-        Raises as ``step`` does, and RequestError for a request that draws.
+    @overload
+    def answer_step(self, generations: Sequence[Generation]) -> list[Round]: ...
+
+    def answer_step(self, generations: Generation | Sequence[Generation]) -> Round | list[Round]:
+        """Run one round for short exact answers: tokens that the full logits confirm, with log-probabilities.
+
+        For greedy requests, of one generation or of several in one pass. The token of each row is compared with
+        the largest of its full logits; at the first that differs the full logits' token is emitted, and the round
+        ends with it. Tokens and log-probabilities are those of plain decoding, bit for bit.
+        Errors are those of ``step``; raises RequestError too for a request that draws.
         """
-        if temp := generation.request.sampling.temp:
-            raise RequestError(f"answer_step takes the most likely tokens; this request draws, with temp {temp}.")
-        return self._step([generation], only, answering=True)
+        for each in listed(generations):
+            if temp := each.request.sampling.temp:
+                raise RequestError(
+                    f"answer_step takes the most likely tokens; this request draws, with temp {temp}."
+                )
+        return self._step(generations, answering=True)
 
     def fork(self, generation: Generation, *, seed: int | None = None, **changes: Any) -> Generation:
         """Return a generation that goes on from here on its own; both share what is cached so far.
@@ -200,12 +207,10 @@ class Engine:
             if part is not None:
                 discard(self.states, part)
         generation.boundary = None
-        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
 
-    def _step(
-        self, generations: Sequence[Generation], result: Callable[[list[Round]], Result], answering: bool = False
-    ) -> Result:
-        """Run a round and return what ``result`` makes of it; whatever is raised leaves no generation changed."""
+    def _step(self, asked: Generation | Sequence[Generation], answering: bool) -> Round | list[Round]:
+        """Run a round, and return it as it was asked for; whatever is raised leaves no generation changed."""
+        generations = listed(asked)
         if len(set(generations)) < len(generations):
             raise RequestError("A generation is named twice: it can have one part in a round only.")
         if any(generation.is_closed for generation in generations):
@@ -219,10 +224,12 @@ class Engine:
                 self._come_to_rest(running, [each.logprobs for each in rounds.values() if each.logprobs])
             for generation in running:
                 generation.statistics.kernels = in_words(self.kernels)
-            found = result([rounds.get(generation) or Round() for generation in generations])
+            found = [rounds.get(generation) or Round() for generation in generations]
             for accepted in done:
                 learn(accepted)
-            return found
+                if accepted.finish_reason is not None:
+                    self._explain_depth(accepted.generation)
+            return found[0] if isinstance(asked, Generation) else found
         except BaseException:
             for snapshot in before:
                 snapshot.restore(self.states)
@@ -263,11 +270,16 @@ class Engine:
             errors |= more_errors
         return rounds | {generation: Round(error=error) for generation, error in errors.items()}
 
+    def _explain_depth(self, generation: Generation) -> None:
+        """Say in the statistics of a generation that ends why its draft depth is what it is."""
+        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
+
     def _policy(self, request: Request) -> DepthPolicy:
+        most = self.states.max_draft
         return policy_for(
             request.num_draft_tokens,
             request.num_sibling_drafts,
-            self.states.max_draft,
+            most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
             self.costs,
             takes_trees=self.target.takes_trees,
         )
@@ -282,9 +294,6 @@ def changed(request: Request, seed: int | None, changes: dict[str, Any]) -> Requ
     return request if seed is None else replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def only(rounds: Sequence[Round]) -> Round:
-    """Return the one round there is, or raise its error."""
-    (done,) = rounds
-    if done.error is not None:
-        raise done.error
-    return done
+def listed(generations: Generation | Sequence[Generation]) -> Sequence[Generation]:
+    """Return generations as a sequence, a single one too."""
+    return [generations] if isinstance(generations, Generation) else generations

@@ -111,7 +111,7 @@ class Round:
     num_from_draft: how many of them were drafted, the first ones.
     logprobs: of each token, where the request asks for them.
     finish_reason: why the text ended with these tokens, if it did.
-    error: why there are none, where this generation failed and others of the round did not; it is as before.
+    error: why there are none, where this generation failed; it is as before, and others of the round went on.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -119,3 +119,9 @@ class Round:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
+
+    def checked(self) -> "Round":
+        """Return this round, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        return self

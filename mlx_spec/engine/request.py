@@ -24,13 +24,14 @@ class Request:
 
     prompt: token ids, at least one.
     max_tokens: of the whole text, -1 for no limit but the context.
-    num_draft_tokens: tokens to draft a round; None lets measured costs decide, "adaptive" the rounds before, 0 is
-        plain decoding.
+    num_draft_tokens: tokens to draft a round; "auto" or None lets measured costs decide, "adaptive" the rounds
+        before, 0 is plain decoding.
     sampling: how tokens are chosen.
     eos_token_ids: end the text, as its last token.
     prefill_step_size: prompt tokens of a pass.
     logprobs: rounds bring the log-probability of each token.
     top_logprobs: and of so many of the most likely tokens, up to 16.
+    max_draft_tokens: the most that "auto" and "adaptive" draft a round; None for the drafter's most.
     num_sibling_drafts: verify so many runners-up beside a number of drafts; None lets measured costs decide.
     grammar: what the text must match, as ``Grammar.start`` gives it; None for any text.
     is_end: called with each new token in order; true ends the text with that token (for stop strings).
@@ -41,12 +42,13 @@ class Request:
 
     prompt: Sequence[int]
     max_tokens: int = 256
-    num_draft_tokens: int | Literal["adaptive"] | None = None
+    num_draft_tokens: int | Literal["auto", "adaptive"] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     eos_token_ids: frozenset[int] = frozenset()
     prefill_step_size: int = 512
     logprobs: bool = False
     top_logprobs: int = 0
+    max_draft_tokens: int | None = None
     num_sibling_drafts: int | None = None
     grammar: Place | None = None
     is_end: Callable[[int], bool] = lambda token: False
@@ -58,7 +60,9 @@ class Request:
         put(self, "prompt", token_ids(self.prompt))
         for name in ("max_tokens", "prefill_step_size", "top_logprobs"):
             put(self, name, whole(name, getattr(self, name)))
-        for name in ("num_draft_tokens", "num_sibling_drafts"):
+        if isinstance(self.num_draft_tokens, str) and self.num_draft_tokens == "auto":
+            put(self, "num_draft_tokens", None)
+        for name in ("num_draft_tokens", "max_draft_tokens", "num_sibling_drafts"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 put(self, name, whole(name, value))
@@ -95,6 +99,15 @@ class Request:
 
     def check_limits(self) -> None:
         """Raise RequestError for limits that no target could serve."""
+        count, most = self.num_draft_tokens, self.max_draft_tokens
+        if most is not None and isinstance(count, int):
+            raise RequestError(
+                f"max_draft_tokens is {most}, but num_draft_tokens is {count} already: give one of them."
+            )
+        if most is not None and most < 1:
+            raise RequestError(
+                f"max_draft_tokens must be at least 1, not {most}; num_draft_tokens=0 is plain decoding."
+            )
         if self.max_tokens == 0 or self.max_tokens < -1:
             raise RequestError(f"max_tokens must be positive, or -1 for no limit, not {self.max_tokens}.")
         if self.prefill_step_size < 1:
@@ -122,7 +135,7 @@ class Request:
         if count is None or count == "adaptive":
             return
         if isinstance(count, str):
-            raise RequestError(f"num_draft_tokens is {count!r}; it takes a number, 'adaptive', or None.")
+            raise RequestError(f"num_draft_tokens is {count!r}; it takes a number, 'auto', 'adaptive', or None.")
         if not 0 <= count <= max_draft:
             what = f"this drafter drafts at most {max_draft} tokens" if max_draft else "there is no drafter"
             raise RequestError(f"num_draft_tokens is {count}, but {what}.")

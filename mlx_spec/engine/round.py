@@ -17,6 +17,7 @@ from metal_kernels.launching.implementations import is_eager
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Draft, Unread, nothing_drafted
+from mlx_spec.drafters.forced import with_forced
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, rows_of_path
 from mlx_spec.engine.at_rest import compute
@@ -151,18 +152,18 @@ def run_round(
 def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> list[Drafted]:
     """Draft for all generations in one draft pass; some may get nothing."""
     drafts = made_ahead(shares)
-    drafting = [share for share in shares if share.depth and share.generation not in drafts]
+    drafting = [share for share in shares if share.depth > len(share.forced) and share.generation not in drafts]
     proposed = states.propose([(share.generation, share.depth) for share in drafting])
     drafts |= {share.generation: found for share, found in zip(drafting, proposed, strict=True)}
 
     def of_share(share: Share) -> Drafted:
         generation = share.generation
-        found = checked(drafts.get(generation, nothing_drafted()), share.max_rows)
+        found = with_forced(checked(drafts.get(generation, nothing_drafted()), share.max_rows), share.forced)
         # Several generations need the rows.
         if len(shares) == 1:
             siblings = generation.policy.siblings(len(found.tree.chain) - 1)
             found = with_siblings(found, siblings)
-        return Drafted(generation, found, generation.drafter_state is not None)
+        return Drafted(generation, found, generation.drafter_state is not None and not share.forced)
 
     return for_each(shares, of_share, errors)
 

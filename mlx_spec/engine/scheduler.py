@@ -22,11 +22,13 @@ class Share:
 
     depth: tokens to draft.
     max_rows: the rows that it may have, the anchor's included.
+    forced: tokens that its grammar forces, to be drafted first.
     """
 
     generation: Generation
     depth: int
     max_rows: int
+    forced: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -86,17 +88,31 @@ class Scheduler:
         if len(fits) == 1:
             generation, free = fits[0]
             depth = generation.policy.depth() if generation.planned is None else generation.planned
-            return [Share(generation, min(depth, limits[0]), free)], errors
+            forced = forced_tokens(generation, min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1)
+            return [Share(generation, min(depth, limits[0]), free, forced)], errors
         depths = share_rows([g.policy.offer() for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs)
-        return [Share(g, depth, depth + 1) for (g, _), depth in zip(fits, depths, strict=True)], errors
+        return [
+            Share(g, depth, depth + 1, forced_tokens(g, depth)) for (g, _), depth in zip(fits, depths, strict=True)
+        ], errors
 
     def _max_depth(self, generation: Generation, free_positions: int) -> int:
         """Return how deep may be drafted where so many positions are free in the pool."""
         if generation.drafter_state is None:
             return 0
-        # A round of depth k emits up to k + 1 tokens and caches up to k + 1 positions.
-        positions = min(self._context - generation.sequence.length, free_positions)
-        return max(0, min(generation.remaining_tokens, positions) - 1)
+        return max(0, self._positions(generation, free_positions) - 1)
+
+    def _positions(self, generation: Generation, free_positions: int) -> int:
+        """Return how many rows can be of use: a round of k drafts emits and caches up to k + 1."""
+        return min(generation.remaining_tokens, self._context - generation.sequence.length, free_positions)
+
+
+def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
+    """Return the tokens that a generation's grammar forces, as many of them as may be drafted."""
+    request = generation.request
+    if generation.place is None or not request.may_draft or most < 1:
+        return ()
+    asked = request.num_draft_tokens if isinstance(request.num_draft_tokens, int) else request.max_draft_tokens
+    return tuple(generation.place.forced()[: most if asked is None else min(most, asked)])
 
 
 def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:

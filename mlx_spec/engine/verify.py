@@ -9,8 +9,9 @@ from typing import Protocol, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import argmax_rows
+from metal_kernels import argmax_rows, mask_rows
 from mlx_spec.decoding.accept import VerifiedRows
+from mlx_spec.decoding.grammar import Run, allowed_tokens
 from mlx_spec.decoding.logprobs import RowLogprobs
 from mlx_spec.drafters.base import Draft
 from mlx_spec.drafters.tree import Tree
@@ -37,7 +38,7 @@ Errors = dict[Generation, Exception]
 class Drafted:
     """A generation's part of a pass: its anchor, and the draft that follows it.
 
-    was_known: whether the drafter remembered the sequence, and so could draft.
+    was_known: whether the drafter remembered the sequence, and so could draft all of it.
     """
 
     generation: Generation
@@ -89,8 +90,10 @@ class Rows:
     """The rows of one generation on their way from logits to a choice.
 
     logits: [k + 1, V], the target's.
-    finite: bool [k + 1], whether they are.
+    finite: bool [k + 1], whether they are, and leave a token to choose by the grammar.
     processed, scores: [k + 1, V], see Sampling.
+    choosable: [k + 1, V], from whose finite rows a token can be taken.
+    runs: the rows at which a grammar rules.
     """
 
     drafted: Drafted
@@ -98,6 +101,8 @@ class Rows:
     finite: mx.array
     processed: mx.array
     scores: mx.array
+    choosable: mx.array
+    runs: Sequence[Run] = ()
 
     @property
     def generation(self) -> Generation:
@@ -115,7 +120,7 @@ class Rows:
 
         Bias and processors may forbid tokens, by minus infinity, but not all of them.
         """
-        if self.scores is self.logits:
+        if self.scores is self.choosable:
             return self.finite
         # Of nothing but minus infinity it is minus infinity, and NaN and infinity spread to it.
         return self.finite & mx.isfinite(mx.logsumexp(self.scores, axis=-1))
@@ -132,24 +137,55 @@ def verify_drafts(parts: Sequence[Drafted], logits: mx.array, answering: bool, e
     errors: what goes wrong with a generation alone is added.
     """
     own, finite = split(parts, logits), split(parts, mx.all(mx.isfinite(logits), axis=-1))
-    begun = [Rows(*each, each[1], each[1]) for each in zip(parts, own, finite, strict=True)]
+    begun = [Rows(*each, each[1], each[1], each[1]) for each in zip(parts, own, finite, strict=True)]
     processed = for_each(begun, process, errors)
     # The pass's own array serves where no row was changed and none is left out.
     unchanged = len(processed) == len(begun) and all(rows.processed is rows.logits for rows in processed)
-    whole = logits if unchanged else None
-    scored = filtered(processed, whole)
+    allowed, whole = without_forbidden(processed, logits if unchanged else None)
+    scored = filtered(allowed, whole)
     choices = argmax_choices(scored, whole)
     return for_each(scored, lambda rows: judge(rows, choices.get(rows.generation), answering), errors)
 
 
 def process(rows: Rows) -> Rows:
-    """Apply a request's bias, penalties, processors and grammar."""
+    """Apply a request's bias, penalties and processors, and find the rows at which its grammar rules."""
     generation, drafted = rows.generation, rows.drafted
-    sampling = generation.request.sampling
-    processed = sampling.processed(rows.logits, generation.tokens, drafted.draft.tokens, drafted.tree)
-    if generation.place is not None:
-        processed = generation.place.masked(processed, drafted.draft.tokens, drafted.tree)
-    return replace(rows, processed=processed, scores=processed)
+    sampling, tree, drafts = generation.request.sampling, drafted.tree, drafted.draft.tokens
+    processed = sampling.processed(rows.logits, generation.tokens, drafts, tree)
+    place = generation.place
+    runs = [] if place is None else place.runs(np.array(drafts).tolist(), tree)
+    return replace(rows, processed=processed, scores=processed, runs=runs)
+
+
+def without_forbidden(every: Sequence[Rows], whole: mx.array | None) -> tuple[Sequence[Rows], mx.array | None]:
+    """Forbid the tokens that grammars do not allow, by minus infinity: in one operation where no row was changed.
+
+    whole: [R, V], where it holds the rows of all.
+    Returns the rows, and what holds those of all.
+    """
+    *starts, num_rows = accumulate((rows.drafted.tree.num_rows for rows in every), initial=0)
+    runs = [(start + run.row, run) for start, rows in zip(starts, every, strict=True) for run in rows.runs]
+    allowed = allowed_tokens(runs, num_rows)
+    if allowed is None:
+        return every, whole
+    drafted, bits = [rows.drafted for rows in every], mx.array(allowed.bits)
+    if whole is None:
+        parts = zip(every, split(drafted, bits), strict=True)
+        masked = [mask_rows(rows.processed, bits) if rows.runs else rows.processed for rows, bits in parts]
+    else:
+        whole = mask_rows(whole, bits)
+        masked = split(drafted, whole)
+    usable = None if allowed.leaves_some.all() else split(drafted, mx.array(allowed.leaves_some))
+    return [
+        replace(
+            rows,
+            processed=scores,
+            scores=scores,
+            choosable=scores if rows.processed is rows.choosable else rows.choosable,
+            finite=rows.finite if usable is None else rows.finite & usable[index],
+        )
+        for index, (rows, scores) in enumerate(zip(every, masked, strict=True))
+    ], whole
 
 
 def filtered(every: Sequence[Rows], whole: mx.array | None) -> list[Rows]:

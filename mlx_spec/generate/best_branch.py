@@ -7,11 +7,12 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
+from mlx_spec.decoding.grammar import Grammar
 from mlx_spec.decoding.settings import whole
-from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine import Engine, Generation, Request, Round
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.options import encode, make_sampling
-from mlx_spec.generate.stream import end_where_full
+from mlx_spec.generate.options import begin, encode, make_sampling
+from mlx_spec.generate.stream import end_where_full, raise_errors
 from mlx_spec.generate.text_stream import TextStream, with_detokenizer
 
 
@@ -79,8 +80,10 @@ def best_branch(
     until: str | None = None,
     score: Score | None = None,
     max_tokens: int = 256,
-    num_draft_tokens: int | Literal["adaptive"] | None = None,
+    num_draft_tokens: int | Literal["auto", "adaptive"] | None = None,
+    max_draft_tokens: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | None = None,
     **sampling: Any,
 ) -> BestBranch:
     """Generate the beginning of an answer in several branches, and the rest of it in the best.
@@ -92,8 +95,9 @@ def best_branch(
     until: text that ends a branch earlier, such as "</think>"; it is part of the answer.
     score: a function of a branch, of which the highest is continued; by default its mean log-probability.
     max_tokens: length of the whole answer.
-    num_draft_tokens: tokens to draft a round, see stream_generate.
+    num_draft_tokens, max_draft_tokens: tokens to draft a round, see stream_generate.
     stop: text that ends the answer and is not returned.
+    grammar: what each branch must match, and so the answer.
     sampling: see stream_generate.
     The answer is the one that its branch's seed gives alone. Raises RequestError, and what ``score`` raises.
     """
@@ -110,9 +114,11 @@ def best_branch(
         prompt=encode(tokenizer, prompt),
         max_tokens=branch_tokens,
         num_draft_tokens=num_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
         sampling=make_sampling(sampling),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         logprobs=True,
+        grammar=begin(grammar, tokenizer, engine.target.vocab_size),
         is_end=running[0].is_end,
     )
     with wired_limit(engine.target.model):
@@ -133,15 +139,20 @@ def best_branch(
     return BestBranch(text, best, candidates)
 
 
-def _run_to_choice(engine: Engine, generations: list[Generation], running: list[RunningBranch]) -> None:
+def _run_to_choice(engine: Engine, generations: list[Generation], branches: list[RunningBranch]) -> None:
     """Run all branches together until each has its ``branch_tokens`` or has come to its end."""
-    while any(generation.finish_reason is None for generation in generations):
-        rounds = engine.step(generations)
-        end_where_full(generations)
-        for done, branch in zip(rounds, running, strict=True):
-            if done.error is not None:
-                raise done.error
-            branch.logprobs += [token.logprob for token in done.logprobs]
+    branch_of = dict(zip(generations, branches, strict=True))
+    while running := [generation for generation in generations if generation.finish_reason is None]:
+        for generation, done in zip(running, stepped(engine, running), strict=True):
+            branch_of[generation].logprobs += [token.logprob for token in done.logprobs]
+
+
+def stepped(engine: Engine, running: list[Generation]) -> list[Round]:
+    """Run a round of branches. Raises what goes wrong with one of them; a full cache ends it."""
+    rounds = engine.step(running)
+    end_where_full(running)
+    raise_errors(rounds, running)
+    return rounds
 
 
 def _candidate(generation: Generation, branch: RunningBranch, request: Request) -> Branch:
@@ -162,8 +173,7 @@ def _continued(
         generations[:] = [goes_on]
         end_where_full(generations)
         while goes_on.finish_reason is None:
-            engine.step(goes_on)
-            end_where_full(generations)
+            stepped(engine, generations)
         generation = goes_on
     branch.stream.finish(stop_token=generation.tokens[-1] in generation.request.eos_token_ids)
     return "".join(branch.stream.segments)

@@ -1,6 +1,6 @@
 """Generating text: prompts in, text segments out. What ``mlx_lm.generate`` offers, with a drafter."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -19,16 +19,17 @@ from mlx_spec.target import CachedSequence, reserve_positions
 
 @dataclass(frozen=True)
 class GenerationResponse:
-    """One generated token.
+    """One generated token, or the end of a text.
 
     text: the text that became certain with it, possibly empty.
-    token: its id.
+    token: its id; None where a text ends in a round that brought no token, because the cache is full: such a last
+        response has the rest of the text and the reason.
     logprobs: log-probabilities of all tokens, [V] float32, where they are asked for.
-    from_draft: whether the drafter proposed it.
+    from_draft: whether it was drafted.
     prompt_tokens, prompt_tps: length of the prompt, and tokens a second of reading it.
     generation_tokens, generation_tps: tokens so far, and their rate.
     peak_memory: the most that MLX held so far, in GB.
-    finish_reason: of the last token "stop" or "length", of all others None.
+    finish_reason: of the last response "stop" or "length", of all others None.
     statistics: of the generation so far, the same object in every response; ``statistics.exact`` says whether rows
         had the bits of rows computed alone.
     logprob: log-probability of the token, where it is asked for.
@@ -37,7 +38,7 @@ class GenerationResponse:
     """
 
     text: str
-    token: int
+    token: int | None
     logprobs: mx.array | None
     from_draft: bool
     prompt_tokens: int
@@ -62,7 +63,8 @@ def stream_generate(
     *,
     max_tokens: int = 256,
     n: int = 1,
-    num_draft_tokens: int | Literal["adaptive"] | None = None,
+    num_draft_tokens: int | Literal["auto", "adaptive"] | None = None,
+    max_draft_tokens: int | None = None,
     num_sibling_drafts: int | None = None,
     stop: str | Sequence[str] = (),
     grammar: Grammar | None = None,
@@ -79,8 +81,9 @@ def stream_generate(
     prompt: text, used as it is (apply the chat template yourself), or token ids.
     max_tokens: length of the text, -1 for no limit.
     n: texts to generate together; text i draws with seed + i, and is the one that this seed gives alone.
-    num_draft_tokens: tokens to draft a round. None lets measured costs decide; "adaptive" goes up after rounds
-        whose drafts were all accepted, and down after rounds in which none was; 0 is plain decoding.
+    num_draft_tokens: tokens to draft a round. "auto" or None lets measured costs decide; "adaptive" goes up after
+        rounds whose drafts were all accepted, and down after rounds in which none was; 0 is plain decoding.
+    max_draft_tokens: the most that "auto" and "adaptive" draft a round.
     num_sibling_drafts: second choices to verify beside a number of drafts. None lets measured costs decide.
     stop: text that ends the generation and is not returned.
     grammar: what the text must match, such as ``Grammar.json_schema({...})``.
@@ -104,6 +107,7 @@ def stream_generate(
         texts[0],
         max_tokens=max_tokens,
         num_draft_tokens=num_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
         num_sibling_drafts=num_sibling_drafts,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
@@ -150,7 +154,7 @@ def read(
             yield from responses(generation, done, texts[index], index)
             if generation.finish_reason is not None:
                 at_end(generation)
-        raise_errors(rounds)
+        raise_errors(rounds, running)
 
 
 def in_turn(generations: Sequence[Generation]) -> list[Generation]:
@@ -158,7 +162,7 @@ def in_turn(generations: Sequence[Generation]) -> list[Generation]:
     return sorted((g for g in generations if g.finish_reason is None), key=lambda g: not g.statistics.tokens)
 
 
-def end_where_full(generations: Sequence[Generation]) -> None:
+def end_where_full(generations: Iterable[Generation]) -> None:
     """End by length the texts for which the cache has no position left, as at the end of the context.
 
     Of several, the first ones get the last pages. One that has not begun waits until another has ended.
@@ -170,11 +174,15 @@ def end_where_full(generations: Sequence[Generation]) -> None:
             generation.finish_reason = "length"
 
 
-def raise_errors(rounds: Sequence[Round]) -> None:
-    """Raise what went wrong in a round; a page that is missing is waited for where others go on."""
-    waits = any(done.tokens for done in rounds)
-    for done in rounds:
-        if done.error is not None and not (waits and isinstance(done.error, ContextFull)):
+def raise_errors(rounds: Sequence[Round], generations: Sequence[Generation]) -> None:
+    """Raise what went wrong in a round of generations that ran; a page that is missing is waited for.
+
+    Where none of them went on or ended, there is nothing to wait for.
+    """
+    waits = any(done.tokens for done in rounds) or any(each.finish_reason is not None for each in generations)
+    for done, generation in zip(rounds, generations, strict=True):
+        is_waiting = waits and isinstance(done.error, ContextFull)
+        if done.error is not None and generation.finish_reason is None and not is_waiting:
             raise done.error
 
 
@@ -184,12 +192,12 @@ def responses(generation: Generation, done: Round, text: TextStream, index: int 
     text: the stream that its request was made with.
     index: which of several texts it is.
     """
-    statistics, finished = generation.statistics, generation.finish_reason
-    before = statistics.tokens - len(done.tokens)
-    if done.tokens and finished is not None:
-        text.finish(stop_token=done.tokens[-1] in generation.request.eos_token_ids)
-    for i, token in enumerate(done.tokens):
-        is_last = i + 1 == len(done.tokens)
+    statistics, ended = generation.statistics, generation.finish_reason is not None
+    before, tokens = statistics.tokens - len(done.tokens), list[int | None](done.tokens)
+    if ended and not text.is_finished:
+        tokens = tokens or [None]
+        text.finish(stop_token=tokens[-1] is None or tokens[-1] in generation.request.eos_token_ids)
+    for i, token in enumerate(tokens):
         logprobs = done.logprobs[i] if done.logprobs else None
         yield GenerationResponse(
             text=text.segments[before + i],
@@ -198,10 +206,10 @@ def responses(generation: Generation, done: Round, text: TextStream, index: int 
             from_draft=i < done.num_from_draft,
             prompt_tokens=statistics.prompt_tokens,
             prompt_tps=statistics.prompt_tps,
-            generation_tokens=before + i + 1,
+            generation_tokens=before + i + (token is not None),
             generation_tps=statistics.generation_tps,
             peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finished if is_last else None,
+            finish_reason=generation.finish_reason if ended and i + 1 == len(tokens) else None,
             statistics=statistics,
             logprob=logprobs.logprob if logprobs else None,
             top_logprobs=logprobs.top if logprobs else [],

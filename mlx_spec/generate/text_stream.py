@@ -16,6 +16,7 @@ class TextStream:
 
     ``add`` is an end test for the engine: it is called once per token, in order, and is true for the token that
     completes a stop string. ``segments``: for each token so far, the text that became certain with it.
+    ``is_finished``: nothing more comes.
     """
 
     def __init__(self, tokenizer: Any, stop: str | Sequence[str] | None = ()) -> None:
@@ -24,6 +25,7 @@ class TextStream:
         Raises RequestError for what is no tokenizer and no string.
         """
         self.segments: list[str] = []
+        self.is_finished = False
         self._detokenizer = with_detokenizer(tokenizer).detokenizer
         self._stop = [s for s in stop_strings(stop) if s]
         self._held = ""
@@ -41,7 +43,8 @@ class TextStream:
         return self._ended
 
     def finish(self, stop_token: bool) -> None:
-        """Release what is held back; a final token that is no text (EOS) adds a segment of its own."""
+        """Release what is held back; an end that is no text, such as EOS, adds a segment of its own."""
+        self.is_finished = True
         if stop_token:
             self.segments.append("")
         if not self._ended:

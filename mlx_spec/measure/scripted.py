@@ -12,14 +12,15 @@ from mlx_spec.drafters.base import Ahead, Committed, Draft, Drafter, DraftReques
 
 @dataclass
 class ScriptedState:
-    """The state of the real drafter, and the position of the next committed row."""
+    """The state of the real drafter, the position of the next committed row, and the number of the text."""
 
     real: Any
     position: int
+    text: int
 
     def fork(self) -> "ScriptedState":
         """Return an independent copy."""
-        return ScriptedState(self.real.fork(), self.position)
+        return ScriptedState(self.real.fork(), self.position, self.text)
 
     def free(self) -> None:
         """Free the real state."""
@@ -33,27 +34,29 @@ class ScriptedAcceptance:
     round costs what it would cost with a trained drafter of this acceptance.
     """
 
-    def __init__(self, real: Drafter, text: Sequence[int], acceptance: float, seed: int = 0) -> None:
-        """Draft the tokens of a text.
+    def __init__(self, real: Drafter, texts: Sequence[Sequence[int]], acceptance: float, seed: int = 0) -> None:
+        """Draft the tokens of texts.
 
         real: the drafter whose passes are run.
-        text: of plain decoding, its prompt included.
+        texts: of plain decoding, prompts included. Sequences are opened in their order, again and again.
         acceptance: from 0 to 1.
         """
         self.name, self.pool = real.name, real.pool
         self.target_layer_ids, self.max_draft = real.target_layer_ids, real.max_draft
         self.real: Any = real
-        self._is_ahead = isinstance(real, DraftsAhead)
-        rng = np.random.default_rng(seed)
-        right = rng.random(len(text) + 2 * real.max_draft + 2) < acceptance
-        padded = np.concatenate([np.array(text), np.zeros(2 * real.max_draft + 2, dtype=int)])
-        # -1 where the drafter errs: there its own token stays, which is right by chance only.
-        self._text = mx.array(np.where(right, padded, -1), dtype=mx.int32)
-        mx.eval(self._text)
+        self._is_ahead, self._opened = isinstance(real, DraftsAhead), 0
+        rng, more = np.random.default_rng(seed), 2 * real.max_draft + 2
+        # -1 where the drafter errs, and after the end: there its own token stays, which is right by chance only.
+        self._texts = [
+            mx.array([*np.where(rng.random(len(text)) < acceptance, text, -1).tolist(), *[-1] * more], mx.int32)
+            for text in texts
+        ]
+        mx.eval(self._texts)
 
     def open(self, position: int = 0) -> ScriptedState:
         """Return the state of a sequence, see ``Drafter``."""
-        return ScriptedState(self.real.open(position), position)
+        self._opened += 1
+        return ScriptedState(self.real.open(position), position, (self._opened - 1) % len(self._texts))
 
     def extend(self, updates: Sequence[tuple[ScriptedState, Committed]]) -> None:
         """Add committed rows, see ``Drafter``."""
@@ -66,8 +69,8 @@ class ScriptedAcceptance:
         drafts = self.real.propose([replace(request, state=request.state.real) for request in requests])
         firsts = [request.state.position + 1 for request in requests]
         return [
-            corrected(draft, self._text[first : first + draft.tokens.size])
-            for draft, first in zip(drafts, firsts, strict=True)
+            corrected(draft, self._texts[request.state.text][first : first + draft.tokens.size])
+            for draft, request, first in zip(drafts, requests, firsts, strict=True)
         ]
 
     def propose_ahead(self, state: ScriptedState, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
@@ -76,7 +79,7 @@ class ScriptedAcceptance:
         if made is None:
             return None
         accepted = unread.tree.depth_of(unread.outcome[unread.tree.num_rows - 1])
-        right = self._text[unread.position + 2 + accepted + mx.arange(count)]
+        right = self._texts[state.text][unread.position + 2 + accepted + mx.arange(count)]
         return replace(made, draft=corrected(made.draft, right))
 
     def rewind(self, state: ScriptedState, position: int) -> int:

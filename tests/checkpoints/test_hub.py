@@ -59,7 +59,7 @@ def test_a_cache_without_a_head_is_good_enough(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [[*hub.FILES, *hub.HEAD_FILES], hub.FILES]
 
 
-@pytest.mark.parametrize("value", ["1", "0", "true", "no", ""])
+@pytest.mark.parametrize("value", ["0", "true", ""])
 def test_offline_is_what_hugging_face_takes_for_it(value: str) -> None:
     code = "from mlx_spec.checkpoints.hub import resolve\nresolve('no-one/nothing')"
     environment = {**os.environ, "HF_HUB_OFFLINE": value, "HF_ENDPOINT": "http://127.0.0.1:9"}

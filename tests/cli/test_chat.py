@@ -160,8 +160,26 @@ def test_statistics_after_each_reply(
             summaries = [json.loads(line) for line in out.splitlines()]
             assert [summary["text"] for summary in summaries] == replies
             assert [summary["finish_reason"] for summary in summaries] == ["length", "length"]
+            assert [summary["depth_reason"] for summary in summaries] == ["fixed at 2"] * 2
             assert summaries[1]["cached_tokens"] > summaries[0]["cached_tokens"] == 0
             assert err == ""
+
+
+def test_every_reply_matches_a_grammar(argv: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space at its beginning belongs to it."""
+    for flags, matches in (
+        (["--json-schema", '{"enum": [{"a": 1}, {"a": 2}]}'], lambda reply: json.loads(reply)["a"] in (1, 2)),
+        (["--regex", " (yes|no)"], lambda reply: reply in (" yes", " no")),
+        (["--regex", "[0-9]{3}", "--grammar-after", "e", "--num-draft-tokens", "3"], lambda reply: True),
+    ):
+        piped(monkeypatch, b"then\nan inn\n")
+        assert main([*argv, *flags, "--stats", "json", "-m", "60"]) == 0
+        replies = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+        assert len(replies) == 2 and all(matches(reply) for reply in replies)
+    with pytest.raises(SystemExit):
+        main([*argv, "--regex", "a", "--grammar", "rules.lark"])
+    assert main([*argv, "--grammar-after", "e"]) == 1
+    assert "--grammar-after needs a grammar too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_shown", [True, False])

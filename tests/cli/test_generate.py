@@ -271,7 +271,7 @@ def test_the_chat_template_gets_what_the_flags_say(model: str, monkeypatch: pyte
 def test_flags_reach_the_generation() -> None:
     argv = "-m 7 --stop x y --prefill-step-size 9 --temp 0.5 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 8"
     argv += " --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --accept rejection"
-    argv += ' --num-draft-tokens 3 --logit-bias {"198":-5}'
+    argv += ' --num-draft-tokens adaptive --max-draft-tokens 3 --logit-bias {"198":-5}'
     argv += " --min-tokens-to-keep 2 --xtc-probability 0.4 --xtc-threshold 0.2 --regex [a-z]+ --grammar-after |"
     assert generation_options(setup_arg_parser().parse_args(argv.split())) == dict(
         max_tokens=7,
@@ -289,7 +289,8 @@ def test_flags_reach_the_generation() -> None:
         presence_penalty=0.2,
         frequency_penalty=0.3,
         accept="rejection",
-        num_draft_tokens=3,
+        num_draft_tokens="adaptive",
+        max_draft_tokens=3,
         logit_bias={198: -5.0},
         grammar=Grammar.regex("[a-z]+", after="|"),
     )
@@ -450,6 +451,8 @@ def test_an_unknown_token_is_no_end_token_where_the_tokenizer_has_an_unknown_tok
         ["--max-tokens", "-2"],
         ["--prefill-step-size", "0"],
         ["--max-kv-size", "0"],
+        ["--max-draft-tokens", "0"],
+        ["--max-draft-tokens", "4", "--num-draft-tokens", "3"],
         ["--logit-bias", '{"-1": 1}'],
         ["--logit-bias", '{"1": NaN}'],
         ["--draft-bits", "7"],

@@ -2,10 +2,10 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -13,7 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from tiny_folders import EOS, TOKENS, write_tokenizer
 
 from mlx_spec import Grammar
-from mlx_spec.decoding.grammar import Place, vocabulary_of
+from mlx_spec.decoding.grammar import Place, Run, allowed_tokens, vocabulary_of
 from mlx_spec.drafters.tree import chain_of, tree_of
 from mlx_spec.errors import RequestError
 
@@ -55,13 +55,21 @@ def allowed(place: Place) -> set[int]:
 def rows(place: Place, drafts: list[int], parents: tuple[int, ...] | None = None) -> list[set[int]]:
     """The tokens that a mask leaves at each row."""
     tree = chain_of(len(drafts)) if parents is None else tree_of(parents)
-    logits = mx.random.normal((len(drafts) + 1, WIDTH)).astype(mx.bfloat16)
-    masked = place.masked(logits, mx.array(drafts, dtype=mx.int32), tree)
-    assert masked.dtype == logits.dtype
-    found = np.array(masked.astype(mx.float32))
-    is_left = np.isfinite(found)
-    assert np.array_equal(found[is_left], np.array(logits.astype(mx.float32))[is_left])
-    return [set(np.flatnonzero(row).tolist()) for row in is_left]
+    return tokens_of([(run.row, run) for run in place.runs(drafts, tree)], tree.num_rows)
+
+
+def tokens_of(runs: Sequence[tuple[int, Run]], num_rows: int) -> list[set[int]]:
+    """The tokens that masks leave at the rows of a pass; one by one they are the same."""
+    allowed = allowed_tokens(runs, num_rows)
+    if allowed is None:
+        return [set(range(WIDTH))] * num_rows
+    again = np.full_like(allowed.bits, 2**32 - 1)
+    for first, run in runs:
+        run.fill_one_by_one(again[first : first + len(run.drafts) + 1], np.ones(num_rows, dtype=bool))
+    assert np.array_equal(allowed.bits, again)
+    bits = np.unpackbits(allowed.bits.view(np.uint8), axis=1, bitorder="little")[:, :WIDTH]
+    assert allowed.leaves_some.tolist() == bits.any(axis=1).tolist()
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -74,10 +82,11 @@ def test_a_row_is_left_the_tokens_that_the_drafts_before_it_allow(name: str, tok
             tokens = sorted(allowed(places[-1]) - {EOS}) or [EOS]
             drafts.append(int(random.choice(tokens)))
             places.append(moved(places[-1], drafts[-1:]))
-        expected = [allowed(place) for place in places]
+        ended = drafts.index(EOS) + 1 if EOS in drafts else len(places)
+        expected = [allowed(place) if row < ended else set(range(WIDTH)) for row, place in enumerate(places)]
         assert all(expected) and rows(start, drafts) == expected
         # Rows after a refused draft are left as they are.
-        wrong = int(random.integers(0, 6))
+        wrong = int(random.integers(0, min(6, ended)))
         refused = next(token for token in range(WIDTH) if token not in expected[wrong])
         broken = rows(start, [*drafts[:wrong], refused, *drafts[wrong + 1 :]])
         assert broken[: wrong + 1] == expected[: wrong + 1]
@@ -98,13 +107,27 @@ def test_rows_of_a_tree_follow_their_own_paths(tokenizer: Any) -> None:
     assert found[4:] == [{c}, {d}, {d}, {EOS}, {EOS}]
 
 
+def test_rows_of_several_grammars_are_masked_together(tokenizer: Any) -> None:
+    """With one that has none, and one whose grammar has not begun."""
+    digits, one = GRAMMARS["regex"].start(tokenizer, WIDTH), ids(tokenizer, "1")
+    waiting = Grammar.regex("ab", after="|").start(tokenizer, WIDTH)
+    other = moved(GRAMMARS["lark"].start(tokenizer, WIDTH), ids(tokenizer, "a"))
+    (chain,), (single,) = digits.runs([*one, *one], chain_of(2)), other.runs([], chain_of(0))
+    assert waiting.runs(one, chain_of(1)) == []
+    everything, after_one = set(range(WIDTH)), moved(digits, one)
+    # Two sequences may stand at the same place.
+    found = tokens_of([(0, chain), (5, single), (6, single)], 7)
+    expected = [digits, after_one, moved(after_one, one), None, None, other, other]
+    assert found == [everything if place is None else allowed(place) for place in expected]
+
+
 def test_a_complete_text_is_followed_by_end_tokens_alone(tokenizer: Any) -> None:
     place = moved(Grammar.regex("ab").start(tokenizer, WIDTH), ids(tokenizer, "ab"))
     assert rows(place, []) == [{EOS}] == rows(moved(place, [EOS]), [])
     assert moved(Grammar.regex("ab").start(tokenizer, WIDTH), [*ids(tokenizer, "ab"), EOS]) is not None
     # A text that may end or go on ends for good with an end token.
     place = moved(Grammar.regex("[0-9]+").start(tokenizer, WIDTH), ids(tokenizer, "12"))
-    assert rows(place, [])[0] > {EOS} and rows(place, [EOS])[1] == {EOS}
+    assert rows(place, [])[0] > {EOS} and rows(place, [EOS])[1] == set(range(WIDTH))
 
 
 def test_a_place_does_not_change(tokenizer: Any) -> None:
@@ -118,11 +141,11 @@ def test_a_place_does_not_change(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("after", ["|", TOKENS.index("|")])
 def test_a_grammar_may_begin_behind_a_token(after: str | int, tokenizer: Any) -> None:
-    """Before it everything is free, and logits without a masked row are the same array."""
+    """Before it everything is free, and where all rows are, nothing is masked."""
     start, mark = Grammar.regex("ab", after=after).start(tokenizer, WIDTH), TOKENS.index("|")
     x, a, b = (ids(tokenizer, text)[0] for text in "xab")
-    logits, everything = mx.zeros((3, WIDTH)), set(range(WIDTH))
-    assert start.masked(logits, mx.array([x, x]), chain_of(2)) is logits
+    everything = set(range(WIDTH))
+    assert start.runs([x, x], chain_of(2)) == [] and allowed_tokens([], 3) is None
     assert rows(start, [x, mark, a, b]) == [everything, everything, {a}, {b}, {EOS}]
     assert rows(start, [mark, mark, x]) == [everything, {a}, everything, everything]
     assert rows(start, [x, mark, mark, a], (0, 0, 1, 2)) == [everything, everything, {a}, {a}, {b}]

@@ -106,7 +106,7 @@ def test_drafts_that_fail_at_each_position(kind: str, wrong: int, heads: Heads) 
     generation = started(engine, Request(TOKENS[:40], NEW, 7, prefill_step_size=17))
     rounds = []
     while generation.finish_reason is None:
-        rounds.append(len(engine.step(generation).tokens))
+        rounds.append(len(engine.step(generation).checked().tokens))
         assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
     engine.close(generation)
     assert generation.tokens == text
@@ -142,7 +142,7 @@ def test_turns_with_reused_caches(kind: str, heads: Heads) -> None:
     generation = started(engine, Request(prompt, 25, 4, prefill_step_size=9))
     for turn, cut in enumerate((None, 60, 33, 2, 0)):
         while generation.finish_reason is None:
-            engine.step(generation)
+            engine.step(generation).checked()
         assert generation.tokens == reference
         assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
         kept = generation.tokens if cut is None else generation.tokens[:cut]

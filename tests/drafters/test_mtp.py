@@ -85,7 +85,7 @@ def test_drafts_that_fail_at_each_position(wrong: int, heads: Any) -> None:
     generation = started(engine, Request(TOKENS[:40], 40, 7, prefill_step_size=17))
     rounds = []
     while generation.finish_reason is None:
-        rounds.append(len(engine.step(generation).tokens))
+        rounds.append(len(engine.step(generation).checked().tokens))
         assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
     engine.close(generation)
     assert generation.tokens == text
@@ -100,7 +100,7 @@ def test_a_prompt_of_one_token_is_drafted_from_the_second_round_on(heads: Any) -
     generation = started(engine, Request(TOKENS[:1], 40, 5))
     drafted = []
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
         drafted.append(generation.statistics.rounds - generation.statistics.undrafted_rounds)
     engine.close(generation)
     assert generation.tokens == expected
@@ -128,7 +128,7 @@ def test_three_turns_with_reused_caches(share: float, sampler: str, heads: Any) 
     generation = started(engine, request)
     for turn, cut in enumerate((None, 41, 33, 1, 0)):
         while generation.finish_reason is None:
-            engine.step(generation)
+            engine.step(generation).checked()
         assert generation.tokens == reference
         assert_like_fresh(drafter, target, generation.drafter_state, generation.tokens)
         kept = generation.tokens if cut is None else generation.tokens[:cut]
@@ -223,7 +223,7 @@ def test_a_round_waits_for_the_device_once(heads: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(mx, "eval", counted)
     for rounds in range(1, 5):
-        engine.step(generation)
+        engine.step(generation).checked()
         assert calls == rounds
     monkeypatch.undo()
     engine.close(generation)
@@ -234,7 +234,7 @@ def test_drafts_that_are_not_finite_end_drafting(heads: Any) -> None:
     engine = Engine(target, drafter)
     generation = started(engine, Request(TOKENS[:40], 10, 3))
     generation.drafter_state.hidden = generation.drafter_state.hidden * mx.nan
-    engine.step(generation)
+    engine.step(generation).checked()
     assert "draft logits at position 39" in generation.statistics.drafter_failure
     engine.close(generation)
 
@@ -272,7 +272,7 @@ def test_a_round_that_breaks_off_anywhere_can_be_run_again(
     while generation.finish_reason is None:
         in_step = True
         try:
-            engine.step(generation)
+            engine.step(generation).checked()
         except KeyboardInterrupt:
             stops += 1
         in_step = False

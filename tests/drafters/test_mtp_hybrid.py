@@ -100,7 +100,7 @@ def finish(generation: Generation) -> None:
     engine, request = loaded()[0], generation.request
     expected = plain(engine.target, Request(list(request.prompt), 12, sampling=request.sampling)).text
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     assert generation.tokens == expected
     assert_like_fresh(head(), engine.target, generation.drafter_state, generation.tokens)
 

@@ -129,6 +129,7 @@ def _printed() -> Iterator[list[str]]:
 
 # Metal has no double: a literal without a suffix is a float.
 _FLOAT = re.compile(r"(?<![\w.])(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
+_UNROLL = re.compile(r"(?m)^\s*#pragma unroll.*$")
 # The same declarations as in metal_kernels.launching.cuda_dialect.
 _THREADGROUP_ARRAY = re.compile(r"(?m)^(\s*)threadgroup (?=[^;(]*\[[^;]*;)")
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup ([\w:]+)\s+((?:\w+\s*(?:\[[^\[\];]+\]\s*)+,?\s*)+);")
@@ -148,7 +149,9 @@ def _as_cpp(kernel: Kernel, text: str) -> Program:
     plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", text_by_file))
     if found := re.search(r"(?m)^\s*threadgroup [^*&(]*?;", _DECLARATION.sub("", plain)):
         raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: the form is `threadgroup type name[size];`")
-    cpp = f'#include "metal.h"\n{_DECLARATION.sub(_declare, plain)}{_call(kernel, signature, rest)}'
+    # Loops stay loops: unrolled they give the same numbers, and take up to five times as long to compile.
+    rolled = _UNROLL.sub("", _DECLARATION.sub(_declare, plain))
+    cpp = f'#include "metal.h"\n{rolled}{_call(kernel, signature, rest)}'
     return Program(text, cpp, declarations(plain, _THREADGROUP_ARRAY))
 
 

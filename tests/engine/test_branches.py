@@ -3,6 +3,7 @@
 bfloat16 targets, see test_lossless.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,9 +33,12 @@ from mlx_spec.engine.costs import Costs
 from mlx_spec.engine.draft_policy import FixedDepth
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
+from mlx_spec.target.pages import PAGE_SLOTS
 
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 90, 80)]
 NEW_TOKENS, STEP, TURN_LIMIT = 14, 16, 90
+# Positions of a pool in which a few sequences take all pages, and more wait.
+TIGHT = 3 * PAGE_SLOTS
 # One token; one that ends in the middle of a page; one that crosses a page's end.
 PROMPTS = [TOKENS[:1], TOKENS[:20], TOKENS[:33]]
 SAMPLINGS = [
@@ -49,8 +53,8 @@ COSTS = Costs({1: 10.0, 4: 11.0, 16: 16.0}, {1: 0.5, 7: 1.0})
 
 
 @cache
-def target_of(family: str) -> Target:
-    return tiny_target(family, max_cached_tokens=4096)
+def target_of(family: str, max_cached_tokens: int = 4096) -> Target:
+    return tiny_target(family, max_cached_tokens=max_cached_tokens)
 
 
 @cache
@@ -63,8 +67,7 @@ def sampling_of(index: int, seed: int) -> Sampling:
     return replace(SAMPLINGS[index], seed=seed)
 
 
-def drafter_of(kind: str, family: str, folder: Path) -> Drafter:
-    target = target_of(family)
+def drafter_of(kind: str, target: Target, family: str, folder: Path) -> Drafter:
     if kind == "mtp":
         write_layout(folder, "sidecar", family, head_tensors(family, dtype=mx.bfloat16))
         return load_mtp(folder, target, "tiny head")
@@ -89,16 +92,24 @@ class Branch:
 
 
 class Branches(RuleBasedStateMachine):
-    """Sequences start, fork, run in any company, and are given up, in any order."""
+    """Sequences start, fork, run in any company, and are given up, in any order.
+
+    In a tight pool some of them wait for pages: they are told so, and are as before.
+    """
 
     family: str
     drafter: Drafter
+    target: Target
+    waits: Counter[bool]
 
     def __init__(self) -> None:
         super().__init__()
-        self.target = target_of(self.family)
         self.engine = Engine(self.target, self.drafter, COSTS)
         self.branches: list[Branch] = []
+
+    @property
+    def is_tight(self) -> bool:
+        return self.target.pool.max_pages * PAGE_SLOTS == TIGHT
 
     def add(self, generation: Generation, sampling: int, seed: int) -> None:
         expected = alone(self.family, tuple(generation.tokens), sampling, seed)
@@ -144,7 +155,11 @@ class Branches(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(self.branches))
         if parent.generation.finish_reason is None:
             for copy in range(min(copies, 16 - len(self.branches))):
-                fork = self.engine.fork(parent.generation, seed=seed + copy)
+                try:
+                    fork = self.engine.fork(parent.generation, seed=seed + copy)
+                except ContextFull:  # while it reads the prompt
+                    assert self.is_tight and not parent.generation.is_read
+                    return
                 self.add(fork, parent.sampling, seed + copy)
 
     @precondition(lambda self: self.branches)
@@ -176,14 +191,18 @@ class Branches(RuleBasedStateMachine):
             before = {generation: (len(generation.tokens), generation.finish_reason) for generation in generations}
             for generation, done in zip(generations, self.engine.step(generations), strict=True):
                 length, finished = before[generation]
-                assert done.error is None
+                assert done.error is None or (self.is_tight and isinstance(done.error, ContextFull))
+                self.waits[done.error is not None] += 1
                 assert generation.tokens[length:] == done.tokens
-                assert bool(done.tokens) == (finished is None and generation.is_read)
+                goes_on = finished is None and generation.is_read and done.error is None
+                assert bool(done.tokens) == goes_on
                 assert done.finish_reason == (generation.finish_reason if done.tokens else None)
 
     @invariant()
     def every_text_is_its_own(self) -> None:
         for branch in self.branches:
+            if branch.generation.is_closed:
+                continue
             tokens = branch.generation.tokens
             assert tokens == branch.expected[: len(tokens)]
             assert branch.generation.sequence.length == len(tokens) - 1 or not branch.generation.is_read
@@ -198,7 +217,12 @@ class Branches(RuleBasedStateMachine):
         generations = [branch.generation for branch in self.branches]
         try:
             while running := [generation for generation in generations if generation.finish_reason is None]:
+                before = [(len(generation.tokens), generation.sequence.length) for generation in running]
                 self.run(running, 1)
+                if before == [(len(generation.tokens), generation.sequence.length) for generation in running]:
+                    # All wait for pages: one gives way.
+                    assert self.is_tight
+                    self.engine.close(running[-1])
             self.every_text_is_its_own()
             for generation in generations:
                 assert generation.finish_reason == "cancelled" or generation.statistics.tokens == NEW_TOKENS
@@ -372,7 +396,7 @@ def test_a_fork_goes_on_after_the_end_of_a_finished_generation() -> None:
 def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, drafter = target_of("llama"), drafter_of("dflash2", "llama", tmp_path)
+    target, drafter = target_of("llama"), drafter_of("dflash2", target_of("llama"), "llama", tmp_path)
     engine, forward, wanted = Engine(target, drafter), target.forward, list[tuple[int, ...]]()
 
     def noted(batch: Any, target_layer_ids: Any = (), *more: Any) -> Any:
@@ -381,7 +405,7 @@ def test_plain_decoding_does_not_touch_the_drafter_and_a_fork_may_begin_to_draft
 
     monkeypatch.setattr(target, "forward", noted)
     plainly = started(engine, Request(PROMPTS[1], NEW_TOKENS, 0))
-    engine.step(plainly)
+    engine.step(plainly).checked()
     assert set(wanted) == {()}
     assert plainly.drafter_state is None and drafter.pool.pages_in_use == 0
     drafted = engine.fork(plainly, num_draft_tokens=3)
@@ -420,7 +444,7 @@ def test_what_cannot_be_stepped_or_forked_is_refused() -> None:
     assert target.pool.pages_in_use == 0 < pages
     generation = started(engine, Request(PROMPTS[1], 5))
     finish(engine, [generation])
-    assert engine.step(generation).tokens == []
+    assert engine.step(generation).checked().tokens == []
     engine.close(generation)
 
 
@@ -432,7 +456,7 @@ def test_a_closed_generation_is_refused_and_takes_no_page(prompt: list[int], rou
     engine = Engine(target, BranchDrafter(target))
     generation, other = started(engine, Request(prompt, 5)), started(engine, Request(prompt, 5, 0))
     for _ in range(rounds):
-        engine.step(generation)
+        engine.step(generation).checked()
     pages = len(other.sequence.pages)
     engine.close(generation)
     tokens = list(generation.tokens)
@@ -499,7 +523,7 @@ def test_a_fork_learns_its_own_depth() -> None:
         engine.drafter.know(generation, text)
         lengths = []
         while generation.finish_reason is None:
-            lengths.append(len(engine.step(generation).tokens))
+            lengths.append(len(engine.step(generation).checked().tokens))
         assert lengths == [4, 5, 5] and generation.tokens == text
         engine.close(generation)
 
@@ -519,21 +543,27 @@ def test_one_host_synchronisation_for_all(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "examples"),
+    ("family", "kind", "examples", "max_cached_tokens"),
     [
-        ("llama_sliding", "scripted", 6),
-        ("llama", "dflash2", 3),
-        ("llama", "mtp", 2),
-        ("llama", "windowed EAGLE", 2),
-        ("qwen3_5", "scripted", 2),
-        ("qwen3_5", "mtp", 1),
+        ("llama_sliding", "scripted", 6, 4096),
+        ("llama", "dflash2", 3, 4096),
+        ("llama", "mtp", 2, 4096),
+        ("llama", "windowed EAGLE", 2, 4096),
+        ("qwen3_5", "scripted", 2, 4096),
+        ("qwen3_5", "mtp", 4, 4096),
+        ("llama_sliding", "scripted", 10, TIGHT),
+        ("llama", "mtp", 8, TIGHT),
+        ("qwen3_5", "scripted", 8, TIGHT),
     ],
 )
-def test_any_company_keeps_every_text_as_it_is(family: str, kind: str, examples: int, tmp_path: Path) -> None:
+def test_any_company_keeps_every_text_as_it_is(
+    family: str, kind: str, examples: int, max_cached_tokens: int, tmp_path: Path
+) -> None:
     class Machine(Branches):
         pass
 
-    Machine.family, Machine.drafter = family, drafter_of(kind, family, tmp_path)
+    Machine.family, Machine.target = family, target_of(family, max_cached_tokens)
+    Machine.drafter, Machine.waits = drafter_of(kind, Machine.target, family, tmp_path), Counter()
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -545,3 +575,4 @@ def test_any_company_keeps_every_text_as_it_is(family: str, kind: str, examples:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    assert Machine.waits[False] and bool(Machine.waits[True]) == (max_cached_tokens == TIGHT)

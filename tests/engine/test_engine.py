@@ -29,6 +29,7 @@ from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.engine.round import TIMED_EVERY
+from mlx_spec.engine.verify import Verified
 from mlx_spec.errors import ContextFull, NonFiniteError, RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.layers import Norm
@@ -122,7 +123,7 @@ def test_is_end_sees_no_token_twice_where_a_round_is_run_again(broken: int) -> N
     engine.states.extend = interrupted  # type: ignore[method-assign]
     while generation.finish_reason is None:
         with suppress(KeyboardInterrupt):
-            engine.step(generation)
+            engine.step(generation).checked()
     assert next(rounds) > broken + 1
     assert seen == generation.tokens[len(PROMPT) :] == new_tokens(long_text())[:30]
 
@@ -172,7 +173,13 @@ def test_one_token_is_a_prompt() -> None:
         ({"max_tokens": 0}, RequestError, "max_tokens must be positive, or -1 for no limit, not 0"),
         ({"max_tokens": -2}, RequestError, "max_tokens must be positive, or -1 for no limit, not -2"),
         ({"num_draft_tokens": 8}, RequestError, "num_draft_tokens is 8, but this drafter drafts at most 7 tokens"),
-        ({"num_draft_tokens": "most"}, RequestError, "num_draft_tokens is 'most'; it takes a number, 'adaptive'"),
+        (
+            {"num_draft_tokens": "most"},
+            RequestError,
+            "num_draft_tokens is 'most'; it takes a number, 'auto', 'adap",
+        ),
+        ({"max_draft_tokens": 0}, RequestError, "max_draft_tokens must be at least 1, not 0"),
+        ({"max_draft_tokens": 2, "num_draft_tokens": 3}, RequestError, "is 2, but num_draft_tokens is 3 already"),
         ({"num_draft_tokens": -1}, RequestError, "num_draft_tokens is -1, but this drafter drafts at most 7"),
         ({"prefill_step_size": 0}, RequestError, "prefill_step_size must be at least 1, not 0"),
         ({"sampling": Sampling(logit_bias={99: 1.0})}, RequestError, r"logit_bias names tokens \[99\]"),
@@ -206,7 +213,7 @@ def test_a_full_pool_ends_every_depth_at_the_same_token(depth: int) -> None:
     generation = started(engine, Request(PROMPT, 60, num_draft_tokens=depth))
     with pytest.raises(ContextFull, match="need 1 KV pages, 0 of 1 are free; .* larger max_cached_tokens"):
         for _ in range(60):
-            engine.step(generation)
+            engine.step(generation).checked()
     assert generation.tokens == long_text().text[: len(PROMPT) + 13]
     assert generation.finish_reason is None
     assert on.pool.pages_in_use == 1
@@ -250,7 +257,7 @@ def test_a_drafter_that_drafts_more_than_there_is_room_for_is_refused() -> None:
     engine = Engine(on, TooMany(on, text, always_right))
     generation = started(engine, Request(text[:28], 20))
     with pytest.raises(RequestError, match="proposed 7 tokens, but beside the anchor this pass has 4 rows"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert counts == [4] and generation.tokens == text[:28]
     engine.close(generation)
 
@@ -361,15 +368,15 @@ def test_an_exception_in_mid_round_changes_nothing_and_the_next_round_goes_on(
     engine = Engine(on, ScriptedDrafter(on, expected.text, mixture(1), target_layer_ids=(1,)))
     generation = started(engine, request)
     for _ in range(rounds):
-        engine.step(generation)
+        engine.step(generation).checked()
     before = snapshot(generation)
     fail.armed = True
     with pytest.raises(OSError, match="on purpose"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert not fail.armed
     assert snapshot(generation) == before
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     assert generation.tokens == expected.text
     engine.close(generation)
     assert on.pool.pages_in_use == 0
@@ -401,14 +408,14 @@ def test_a_drafter_that_computes_nan_is_named_and_decoding_goes_on_without_it(
     drafter = load_dflash2(drafter_folder, target(), "tiny drafter")
     engine = Engine(target(), drafter)
     generation = started(engine, Request(PROMPT, 20, sampling=sampling))
-    engine.step(generation)
+    engine.step(generation).checked()
     length = generation.sequence.length
     undrafted = engine.fork(generation, num_draft_tokens=0)
     corrupt(drafter)
     assert engine.step(generation).num_from_draft == 0
     for each in (generation, undrafted):
         while each.finish_reason is None:
-            engine.step(each)
+            engine.step(each).checked()
     assert generation.tokens == undrafted.tokens
     reason = f"the drafter's {stage} at position {length} holds NaN or infinity"
     assert generation.statistics.drafter_failure == reason
@@ -498,11 +505,11 @@ def test_a_target_that_computes_nan_is_named_and_nothing_is_emitted(value: float
     on = tiny_target("llama")
     engine = scripted(on)
     generation = started(engine, Request(PROMPT, 20, num_draft_tokens=depth))
-    engine.step(generation)
+    engine.step(generation).checked()
     tokens, length = list(generation.tokens), generation.sequence.length
     on.model.lm_head.weight = mx.where(mx.arange(96)[:, None] == 70, value, on.model.lm_head.weight)
     with pytest.raises(NonFiniteError, match=f"The target logits at position {length} hold NaN or infinity"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert (generation.tokens, generation.sequence.length) == (tokens, length)
     engine.close(generation)
 
@@ -515,7 +522,7 @@ def test_nan_in_the_last_verified_row_alone_is_noticed() -> None:
     logits = on.logits
     on.logits = lambda hidden: mx.where(mx.arange(hidden.shape[0])[:, None] == 7, mx.nan, logits(hidden))
     with pytest.raises(NonFiniteError, match="target logits"):
-        engine.step(generation)
+        engine.step(generation).checked()
     engine.close(generation)
 
 
@@ -539,7 +546,7 @@ def count_waits(monkeypatch: pytest.MonkeyPatch, engine: Engine, request: Reques
     counts = []
     while generation.finish_reason is None:
         before = dict(calls)
-        engine.step(generation)
+        engine.step(generation).checked()
         counts.append((calls["wait"] - before["wait"], calls["eval"] - before["eval"]))
     monkeypatch.undo()
     engine.close(generation)
@@ -596,7 +603,7 @@ def test_generations_side_by_side_do_not_disturb_each_other() -> None:
     while first.finish_reason is None or second.finish_reason is None:
         for running, generation in ((engine, first), (other, second)):
             if generation.finish_reason is None:
-                running.step(generation)
+                running.step(generation).checked()
     assert first.tokens == long_text().text[: len(PROMPT) + 40]
     assert second.tokens == alone
     engine.close(first)
@@ -649,7 +656,7 @@ def test_answers_and_their_log_probabilities_are_those_of_plain_decoding(script:
     def answer(engine: Engine, depth: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
         generation, found = started(engine, Request(PROMPT, 20, depth, sampling, top_logprobs=3)), []
         while generation.finish_reason is None:
-            done = engine.answer_step(generation)
+            done = engine.answer_step(generation).checked()
             assert len(done.tokens) == len(done.logprobs)
             found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
         engine.close(generation)
@@ -679,17 +686,74 @@ def test_an_answer_is_cut_after_the_row_whose_full_logits_differ(
     monkeypatch.undo()
     assert (done.tokens, done.num_from_draft) == (new_tokens(long_text())[: row + 1], row)
     while generation.finish_reason is None:
-        engine.answer_step(generation)
+        engine.answer_step(generation).checked()
     assert generation.tokens == long_text().text[: len(PROMPT) + 20]
     engine.close(generation)
+
+
+def test_answers_of_several_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass; the choices of a fused path that are wrong in one are replaced there alone."""
+    engine, unpack, lengths = scripted(), mlx_spec.engine.round.read_outcome, (12, 9, 20)
+    generations = [started(engine, Request(PROMPT, length, 3, top_logprobs=2)) for length in lengths]
+
+    def wrong(part: Verified) -> tuple[list[int], tuple[int, ...]]:
+        emitted, path = unpack(part)
+        return [token + (part.generation is generations[1]) for token in emitted], path
+
+    monkeypatch.setattr(mlx_spec.engine.round, "read_outcome", wrong)
+    while any(generation.finish_reason is None for generation in generations):
+        for done in engine.answer_step(generations):
+            assert len(done.checked().tokens) == len(done.logprobs)
+    assert [each.tokens for each in generations] == [long_text().text[: len(PROMPT) + n] for n in lengths]
+    assert generations[0].statistics.rounds < 9 == generations[1].statistics.rounds
+    for generation in generations:
+        engine.close(generation)
 
 
 def test_an_answer_is_not_drawn() -> None:
     engine = scripted()
     generation = started(engine, Request(PROMPT, 20, sampling=Sampling(temp=0.5)))
-    with pytest.raises(RequestError, match="takes the most likely tokens; this request draws, with temp 0.5"):
-        engine.answer_step(generation)
+    other = started(engine, Request(PROMPT, 20))
+    for asked in (generation, [other, generation]):
+        with pytest.raises(RequestError, match="takes the most likely tokens; this request draws, with temp 0.5"):
+            engine.answer_step(asked)
+    assert engine.answer_step([]) == [] and other.statistics.rounds == 0
     engine.close(generation)
+    engine.close(other)
+
+
+@pytest.mark.parametrize("step", [Engine.step, Engine.answer_step])
+def test_one_and_several_report_errors_alike(step: Any) -> None:
+    """Nothing is raised: a full pool is the error of the round, which the caller may raise."""
+    on = tiny_target("llama", max_cached_tokens=64)
+    engine = Engine(on)
+    first, second = started(engine, Request(PROMPT, 60)), started(engine, Request(PROMPT, 60))
+    while step(engine, first).error is None:
+        step(engine, [second])
+    for done in (step(engine, first), *step(engine, [first]), *step(engine, [first, second])):
+        assert isinstance(done.error, ContextFull) and done.tokens == [] and done.finish_reason is None
+        with pytest.raises(ContextFull):
+            done.checked()
+    engine.close(second)
+    done = step(engine, first)
+    assert done.checked() is done and len(done.tokens) == 1
+    engine.close(first)
+
+
+@pytest.mark.parametrize("count", ["auto", "adaptive", None])
+def test_a_limit_bounds_what_is_chosen_by_itself(count: Any) -> None:
+    """Drafts are always right, so that an adaptive depth would grow."""
+    done = run(scripted(), Request(PROMPT, 40, count, max_draft_tokens=2))
+    assert done.text == long_text().text[: len(PROMPT) + 40]
+    assert len(done.statistics.drafted) == 2
+    # One beyond the drafter's most changes nothing.
+    assert len(run(scripted(), Request(PROMPT, 40, count, max_draft_tokens=99)).statistics.drafted) == 7
+    engine = scripted()
+    generation = started(engine, Request(PROMPT, 40, 0))
+    fork = engine.fork(generation, num_draft_tokens=count, max_draft_tokens=3)
+    assert fork.policy.offer().chances[3:] == () != fork.policy.offer().chances
+    engine.close(generation)
+    engine.close(fork)
 
 
 def test_time_is_counted_where_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,7 +775,7 @@ def test_time_is_counted_where_it_is_spent(monkeypatch: pytest.MonkeyPatch) -> N
     for kernels, draft, verify in (("cpu", 0.1, 0.2), ("stock", 0.0, 0.0)):
         engine = Engine(on, scripted().drafter, kernels=kernels)
         generation = started(engine, Request(PROMPT[:2], 8))
-        engine.step(generation)
+        engine.step(generation).checked()
         statistics = generation.statistics
         engine.close(generation)
         assert statistics.timed_rounds == 1

@@ -25,6 +25,7 @@ from scripted_drafters import (
 )
 
 from mlx_spec import Grammar, Sampling, generate, load, stream_generate
+from mlx_spec.decoding.grammar import Place, Run
 from mlx_spec.drafters.base import Draft
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.errors import NonFiniteError, RequestError
@@ -95,7 +96,7 @@ def emitted_by(
     """Return each token of a request's text with its log-probabilities, and why the text ends."""
     generation, found = engine.start(request), list[Any]()
     while generation.finish_reason is None:
-        done = step(engine, generation)
+        done = step(engine, generation).checked()
         found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
     engine.close(generation)
     assert engine.target.pool.pages_in_use == 0
@@ -157,9 +158,60 @@ def test_what_is_accepted_under_a_grammar_counts_as_ever() -> None:
     engine = Engine(target, ScriptedDrafter(target, text, always_right))
     generation = engine.start(request)
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     engine.close(generation)
     assert reason == "stop" and generation.statistics.rounds == -(-len(expected) // 8)
+
+
+FORCED = Grammar.regex("(the name is|the size is)( of the| in the)[a-z]{0,9}[0-9]{2}")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_forced_tokens_are_drafted_without_a_drafter(sampling: Sampling) -> None:
+    """And in front of a drafter's; plain decoding stays plain."""
+    target = trained()[0].target
+    request = request_of(FORCED, sampling)
+    expected = plainly(request)
+    text = [*request.prompt, *(token for token, _, _ in expected[0])]
+    for engine, depth in (
+        (Engine(target), None),
+        (trained()[0], 3),
+        (trained()[0], "adaptive"),
+        (Engine(target, ScriptedDrafter(target, text, always_wrong)), 7),
+    ):
+        generation, found = engine.start(replace(request, num_draft_tokens=depth)), list[Any]()
+        while generation.finish_reason is None:
+            policy, drafted = str(vars(generation.policy)), sum(generation.statistics.drafted)
+            forced = generation.place.forced() if generation.is_read else []
+            done = engine.step(generation).checked()
+            found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
+            if forced:
+                # A policy learns nothing from what its drafter did not draft.
+                assert sum(generation.statistics.drafted) > drafted and str(vars(generation.policy)) == policy
+        engine.close(generation)
+        assert (found, generation.finish_reason) == expected
+        assert generation.statistics.rounds < len(found) and sum(generation.statistics.accepted) > 3
+        assert len(generation.statistics.drafted) <= (depth if isinstance(depth, int) else 15)
+    plain = trained()[0].start(replace(request, num_draft_tokens=0))
+    assert len(trained()[0].step(plain).tokens) == 1 and plain.statistics.drafted == []
+    trained()[0].close(plain)
+
+
+def test_forced_tokens_of_several_sequences_and_at_the_end_of_the_room() -> None:
+    engine = Engine(trained()[0].target)
+    requests = [request_of(FORCED, max_tokens=most) for most in (2, 5, 60)]
+    running = [engine.start(request) for request in requests]
+    while any(generation.finish_reason is None for generation in running):
+        for done in engine.step(running):
+            done.checked()
+    for generation in running:
+        engine.close(generation)
+    for request, generation in zip(requests, running, strict=True):
+        expected, reason = plainly(request)
+        assert generation.tokens[len(request.prompt) :] == [token for token, _, _ in expected]
+        assert generation.finish_reason == reason
+        alone, _ = emitted_by(engine, request)
+        assert alone == expected
 
 
 class BrokenDrafter(ScriptedDrafter):
@@ -213,7 +265,7 @@ def test_sequences_of_one_pass_have_grammars_of_their_own_or_none() -> None:
 
 def continued(engine: Engine, generation: Generation) -> list[int]:
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     engine.close(generation)
     return generation.tokens
 
@@ -223,7 +275,7 @@ def test_forks_go_on_from_the_same_place_each_on_its_own() -> None:
     request = request_of(GRAMMARS["schema"], SAMPLINGS["coupled"], num_draft_tokens=3, max_tokens=90)
     generation = engine.start(request)
     for _ in range(4):
-        engine.step(generation)
+        engine.step(generation).checked()
     plain = [continued(engine, engine.fork(generation, seed=seed, num_draft_tokens=0)) for seed in (5, 6, 7)]
     forks = [engine.fork(generation, seed=seed) for seed in (5, 6, 7)]
     place = generation.place
@@ -245,7 +297,7 @@ def test_a_turn_that_goes_on_has_a_grammar_of_its_own() -> None:
     engine, tokenizer = trained()
     first = engine.start(request_of(GRAMMARS["schema"], num_draft_tokens=3))
     while first.finish_reason is None:
-        engine.step(first)
+        engine.step(first).checked()
     prompt = [*first.tokens, *tokenizer.encode(" and a number:", add_special_tokens=False)]
     request = replace(request_of(Grammar.regex("[0-9]{2,9}"), num_draft_tokens=3), prompt=prompt)
     second = engine.start(request, after=first)
@@ -271,7 +323,7 @@ def test_a_fork_of_a_complete_text_has_end_tokens_alone() -> None:
     engine, tokenizer = trained()
     generation = engine.start(request_of(Grammar.regex("yes|no"), num_draft_tokens=3))
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     fork = engine.fork(generation, eos_token_ids=generation.request.eos_token_ids)
     assert engine.step(fork).tokens == sorted(tokenizer.eos_token_ids) and fork.finish_reason == "stop"
     engine.close(fork)
@@ -324,24 +376,24 @@ def test_the_host_waits_for_drafts_while_the_pass_runs(monkeypatch: pytest.Monke
     """The logits are queued before a grammar reads the drafts; without a grammar nothing is queued or read."""
     engine, _ = trained()
     events = list[str]()
-    queue, masked = mx.async_eval, type(request_of(GRAMMARS["schema"]).grammar).masked  # type: ignore[union-attr]
+    queue, runs = mx.async_eval, Place.runs
 
     def queued(*arrays: Any) -> None:
         if any(isinstance(each, mx.array) and each.shape[-1:] == (engine.target.vocab_size,) for each in arrays):
             events.append("logits")
         queue(*arrays)
 
-    def seen(*args: Any) -> mx.array:
+    def seen(*args: Any) -> list[Run]:
         events.append("mask")
-        return masked(*args)
+        return runs(*args)
 
     monkeypatch.setattr("mlx_spec.engine.round.mx.async_eval", queued)
-    monkeypatch.setattr("mlx_spec.decoding.grammar.Place.masked", seen)
+    monkeypatch.setattr("mlx_spec.decoding.grammar.Place.runs", seen)
     for grammar, expected in ((GRAMMARS["schema"], ["logits", "mask"]), (None, [])):
         generation = engine.start(request_of(grammar, num_draft_tokens=3, logprobs=False, top_logprobs=0))
         engine.read(generation)
         events.clear()
-        engine.step(generation)
+        engine.step(generation).checked()
         assert events == expected
         engine.close(generation)
 

@@ -132,17 +132,17 @@ def test_a_round_may_be_interrupted_at_any_line(
             before = seen(generation)
             with Interrupt(line) as interrupt:
                 try:
-                    engine.step(generation)
+                    done = engine.step(generation)
                     break
                 except KeyboardInterrupt:
                     pass
             assert seen(generation) == before, line
-        assert interrupt.lines > 150
+        assert interrupt.lines > 150 and done.checked().tokens
         fork.free()
     # Of the trees, one was compacted in these two rounds.
     assert generation.statistics.accepted_sibling_drafts > 0 or not siblings
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     assert generation.tokens == undisturbed.text == plain(engine.target, request).text
     assert generation.statistics.accepted == undisturbed.statistics.accepted
     assert generation.statistics.accepted_sibling_drafts == undisturbed.statistics.accepted_sibling_drafts

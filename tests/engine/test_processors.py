@@ -81,7 +81,7 @@ def test_processors_that_leave_no_token_are_named_and_nothing_is_emitted(
         failing, other = started(engine, request), started(engine, good)
         before = state_of(failing)
         with pytest.raises(NonFiniteError, match=f"{NO_CHOICE} 19"):
-            engine.step(failing)
+            engine.step(failing).checked()
         first, second = engine.step([failing, other])
         assert isinstance(first.error, NonFiniteError) and NO_CHOICE in str(first.error)
         assert second.error is None and second.tokens == expected[20 : 20 + len(second.tokens)] != []
@@ -112,17 +112,17 @@ def test_only_accepted_rows_need_a_token(sampling: Sampling, siblings: int) -> N
         )
         engine = Engine(target(), ranked)
         generation = started(engine, request)
-        assert engine.step(generation).tokens == text[20 : 20 + emitted]
+        assert engine.step(generation).checked().tokens == text[20 : 20 + emitted]
         engine.close(generation)
     # The first row after the accepted ones counts: what is emitted last comes from it.
     for last, is_fine in ((19 + emitted, True), (18 + emitted, False)):
         request = replace(request, sampling=replace(sampling, logits_processors=(refused_when_longer_than(last),)))
         generation = started(engine, request)
         if is_fine:
-            assert engine.step(generation).tokens == text[20 : 20 + emitted]
+            assert engine.step(generation).checked().tokens == text[20 : 20 + emitted]
         else:
             with pytest.raises(NonFiniteError, match=f"{NO_CHOICE} 19"):
-                engine.step(generation)
+                engine.step(generation).checked()
         engine.close(generation)
 
 
@@ -148,7 +148,7 @@ def logprobs_of(engine: Engine, request: Request) -> list[tuple[int, float, list
     """Return each token of a request's text with its log-probability and those of the likeliest tokens."""
     generation, found = started(engine, request), []
     while generation.finish_reason is None:
-        done = engine.step(generation)
+        done = engine.step(generation).checked()
         found += [(token, p.logprob, p.top) for token, p in zip(done.tokens, done.logprobs, strict=True)]
     engine.close(generation)
     return found

@@ -5,14 +5,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from emulator import launcher
+from scripted_drafters import ScriptedDrafter, mixture, plain
 from tiny_folders import write_dflash2, write_model
+from tiny_models import tiny_target
 
-from mlx_spec import Engine, Sampling, generate, load, stream_generate
+from metal_kernels.launching.launch import Kernel, Launcher, launching
+from mlx_spec import Engine, Grammar, Sampling, generate, load, stream_generate
 from mlx_spec.engine import Generation, Request
 
 Result = TypeVar("Result")
@@ -78,7 +85,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[En
 def finish(engine: Engine, generation: Generation, turn: Callable[[Callable[[], Any]], Any]) -> list[int]:
     """Step a generation to its end, each step by ``turn``, and return its tokens."""
     while generation.finish_reason is None:
-        turn(lambda: engine.step(generation))
+        turn(lambda: engine.step(generation).checked())
     return generation.tokens
 
 
@@ -182,3 +189,63 @@ print(text() == ThreadPoolExecutor(1).submit(text).result())
     for _ in range(2):
         done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
         assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def at_once(*calls: Callable[[], Result]) -> list[Result]:
+    """Return what calls give that begin together, each in a thread of its own."""
+    begin = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Result]) -> Result:
+        begin.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(run, call) for call in calls]]
+
+
+def test_two_engines_load_and_generate_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model twice, and another one, each loaded in its thread; two texts have the same grammar."""
+    monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+    word = Grammar.regex("[a-z]{3,9}( [a-z]{2,9}){3}")
+
+    def texts(target: str, drafter: str) -> list[str]:
+        engine, tokenizer = load(str(TESTS / target), drafter=str(TESTS / drafter))
+        options: dict[str, Any] = dict(max_tokens=24, temp=0.8, num_draft_tokens=3)
+        return [
+            *(generate(engine, tokenizer, "Return the", seed=seed, **options) for seed in range(3)),
+            *generate(engine, tokenizer, "Return the", n=3, grammar=word, **options),
+        ]
+
+    eagle, mtp = ("tiny_eagles/target", "tiny_eagles/eagle3"), ("tiny_pair/target", "tiny_pair/head")
+    alone = [texts(*eagle), texts(*mtp)]
+    assert at_once(*(partial(texts, *pair) for pair in (eagle, mtp, eagle))) == [*alone, alone[0]]
+
+
+def test_engines_under_the_kernels_run_in_any_thread_and_at_once() -> None:
+    """The kernels' own text, in the emulator, which runs one kernel at a time."""
+    one_at_a_time = threading.Lock()
+
+    def locked(kernel: Kernel) -> Launcher:
+        launch = launcher(kernel, check=False)
+
+        def launched(**arguments: Any) -> list[mx.array]:
+            with one_at_a_time:
+                return launch(**arguments)
+
+        return launched
+
+    request = Request(TOKENS[:20], 6, num_draft_tokens=3, sampling=SAMPLINGS["coupled"], prefill_step_size=8)
+    expected = plain(tiny_target("llama"), request).text
+
+    def text(turn: Callable[[Callable[[], Any]], Any]) -> list[int]:
+        target = tiny_target("llama")
+        engine = Engine(target, ScriptedDrafter(target, expected, mixture(2)), kernels="native")
+        generation = turn(lambda: engine.start(request))
+        return finish(engine, generation, turn)
+
+    with launching(locked):
+        alone = text(here)
+        assert len(alone) == 26 and text(elsewhere) == alone
+        assert at_once(lambda: text(here), lambda: text(elsewhere)) == [alone, alone]

@@ -84,7 +84,7 @@ def test_a_fork_may_have_siblings_of_its_own() -> None:
     engine = scripted(lambda proposal, index, position: int(index == 1))
     first = started(engine, Request(PROMPT, 30, 3))
     second = engine.fork(first, num_sibling_drafts=3)
-    lengths = [len(engine.step(generation).tokens) for generation in (first, second)]
+    lengths = [len(engine.step(generation).checked().tokens) for generation in (first, second)]
     assert lengths == [2, 3]
     assert [generation.statistics.sibling_drafts for generation in (first, second)] == [0, 3]
     for generation in (first, second):
@@ -124,7 +124,7 @@ def test_siblings_come_next_in_the_order_in_which_the_draft_came_first(
     monkeypatch.setattr(target, "forward", noted)
     for rows in range(2):
         at = len(generation.tokens)
-        engine.step(generation)
+        engine.step(generation).checked()
         first, second = [], []
         for drafted, position in ((first, at), (second, at + 1)):
             ids = candidates_at(position)
@@ -186,10 +186,10 @@ def test_rejected_rows_may_hold_nan(sampling: Sampling, siblings: int, monkeypat
         with monkeypatch.context() as patch:
             nan_in_rows(patch, [*others, row])
             with pytest.raises(NonFiniteError, match="The target logits at position 19 hold NaN or infinity"):
-                engine.step(generation)
+                engine.step(generation).checked()
         assert generation.tokens == PROMPT
     nan_in_rows(monkeypatch, others)
-    assert engine.step(generation).tokens == text_of(sampling)[20 : 20 + len(path)]
+    assert engine.step(generation).checked().tokens == text_of(sampling)[20 : 20 + len(path)]
     engine.close(generation)
 
 
@@ -209,7 +209,7 @@ def test_a_round_with_a_tree_waits_for_the_device_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(mx, "eval", counted)
     for rounds in range(1, 6):
-        engine.step(generation)
+        engine.step(generation).checked()
         assert calls == rounds
     monkeypatch.undo()
     assert generation.statistics.accepted_sibling_drafts > 0

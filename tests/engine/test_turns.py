@@ -76,7 +76,7 @@ def finish(engine: Engine, generation: Generation) -> list[float]:
     """Run to the end and return the log-probability of each token."""
     found: list[float] = []
     while generation.finish_reason is None:
-        found += [each.logprob for each in engine.step(generation).logprobs]
+        found += [each.logprob for each in engine.step(generation).checked().logprobs]
     return found
 
 
@@ -243,7 +243,7 @@ def test_a_full_pool_is_said_where_a_prompt_waits_for_pages() -> None:
     failed = engine.step([first, second])[1]
     assert isinstance(failed.error, ContextFull) and not second.is_read
     with pytest.raises(ContextFull):
-        engine.step(second)
+        engine.step(second).checked()
     engine.close(first)
     finish(engine, second)
     assert second.tokens == plain(tiny_target(), request(TOKENS[:60])).text
@@ -263,7 +263,7 @@ def test_a_policy_does_not_learn_from_a_round_that_is_taken_back(tmp_path: Path)
     engine.read(generation)
     policy = str(vars(generation.policy))
     with pytest.raises(ValueError, match="not now"):
-        engine.step(generation)
+        engine.step(generation).checked()
     assert str(vars(generation.policy)) == policy
     armed[0] = False
     finish(engine, generation)

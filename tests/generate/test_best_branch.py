@@ -1,12 +1,13 @@
 """Thinking in branches: the answer is what a seed gives alone, the branch is the one that was scored best."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from tiny_folders import write_dflash2, write_model
 
-from mlx_spec import Branch, Engine, best_branch, generate, load, stream_generate
+from mlx_spec import Branch, Engine, Grammar, best_branch, generate, load, stream_generate
 from mlx_spec.errors import RequestError
 
 PROMPT = "then the other"
@@ -65,6 +66,29 @@ def test_a_branch_that_came_to_its_end_does_not_go_on(loaded: tuple[Engine, Any]
     assert found.text == generate(*loaded, PROMPT, stop=stop, **OPTIONS) == whole[: whole.index(stop)]
     all_said = best_branch(*loaded, PROMPT, branches=1, branch_tokens=24, **OPTIONS)
     assert all_said.text == whole
+
+
+@pytest.mark.parametrize("branch_tokens", [4, 24])
+def test_branches_and_the_answer_match_a_grammar(branch_tokens: int, loaded: tuple[Engine, Any]) -> None:
+    options: dict[str, Any] = dict(OPTIONS, grammar=Grammar.regex("[a-f]{6,12}(one|two)"))
+    found = best_branch(*loaded, PROMPT, branches=3, branch_tokens=branch_tokens, seed=3, **options)
+    assert found.text == generate(*loaded, PROMPT, seed=3 + found.best, **options)
+    assert re.fullmatch("[a-f]{6,12}(one|two)", found.text)
+    for branch in found.branches:
+        assert set(branch.text) <= set("abcdefonetw")
+    with pytest.raises(RequestError, match=r"takes a mlx_spec\.Grammar"):
+        best_branch(*loaded, PROMPT, branch_tokens=4, **{**options, "grammar": "[a-f]"})
+
+
+def test_a_full_cache_ends_every_branch(
+    loaded: tuple[Engine, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = write_model(tmp_path_factory.mktemp("models") / "llama")
+    small = load(str(folder), None, max_cached_tokens=96)[0]
+    found = best_branch(small, loaded[1], PROMPT, branches=2, branch_tokens=20, **{**OPTIONS, "max_tokens": 300})
+    whole = generate(*loaded, PROMPT, seed=found.best, **{**OPTIONS, "max_tokens": 300})
+    assert found.text and whole.startswith(found.text) and len(found.text) < len(whole)
+    assert small.target.pool.pages_in_use == 0
 
 
 def test_an_exception_of_the_score_gives_the_pages_back(loaded: tuple[Engine, Any]) -> None:

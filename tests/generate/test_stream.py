@@ -18,7 +18,10 @@ from tiny_folders import write_dflash2, write_model
 
 from metal_kernels.launching.implementations import Implementation
 from mlx_spec import Engine, GenerationResponse, Sampling, generate, load, stream_generate
+from mlx_spec.engine import Request
 from mlx_spec.errors import ContextFull, RequestError
+from mlx_spec.generate import TextStream, text_request
+from mlx_spec.generate import responses as responses_of
 from mlx_spec.generate.options import NOT_HERE
 
 mlx_lm_module = sys.modules["mlx_lm.generate"]
@@ -335,6 +338,42 @@ def test_a_full_cache_ends_a_text_by_length(
     if n != 3:
         assert last[0].prompt_tokens + last[0].generation_tokens == 65
     assert small.target.pool.pages_in_use == 0
+
+
+def test_a_text_that_ends_in_a_round_without_tokens_has_a_last_response(
+    folder: Any, drafter_folder: str, loaded: tuple[Engine, Any], plain_text: str
+) -> None:
+    """Another sequence takes the pages that it would need; what a stop string held back comes with the reason."""
+    small, tokenizer = load(str(folder), drafter_folder, max_cached_tokens=96)[0], loaded[1]
+    options: dict[str, Any] = dict(stop=plain_text[:-1] + "|", num_draft_tokens=0, max_tokens=TOKENS)
+    stream, found = stream_generate(small, tokenizer, PROMPT, **options), list[GenerationResponse]()
+    while len(tokenizer.encode(PROMPT)) + len(found) < 33:
+        found.append(next(stream))
+    other = small.start(Request([70] * 34, 5))
+    small.read(other)
+    *rest, last = stream
+    found += rest
+    assert {response.finish_reason for response in found} == {None} and "".join(r.text for r in found) == ""
+    assert (last.token, last.finish_reason, last.logprob) == (None, "length", None) and not last.from_draft
+    assert plain_text.startswith(last.text) and last.text
+    assert last.generation_tokens == last.statistics.tokens == len(found) == found[-1].generation_tokens
+    small.close(other)
+    assert small.target.pool.pages_in_use == 0
+
+
+def test_a_text_ends_once(loaded: tuple[Engine, Any]) -> None:
+    """Whatever ended it, and however often its empty rounds are shown."""
+    engine, tokenizer = loaded
+    for end in (engine.cancel, lambda generation: setattr(generation, "finish_reason", "length")):
+        text = TextStream(tokenizer)
+        generation = engine.start(text_request(tokenizer, PROMPT, text, num_draft_tokens=3))
+        engine.read(generation)
+        found = list(responses_of(generation, engine.step(generation), text))
+        end(generation)
+        (last,) = responses_of(generation, engine.step(generation), text)
+        assert found[-1].finish_reason is None and last.finish_reason == generation.finish_reason
+        assert list(responses_of(generation, engine.step(generation), text)) == []
+        engine.close(generation)
 
 
 def test_a_prompt_that_does_not_fit_is_an_error(folder: Any, loaded: tuple[Engine, Any]) -> None:

@@ -26,6 +26,7 @@ void cpu_attention(const void *, const void *, const void *, int, const void *, 
 void cpu_argmax(const void *, int, size_t, size_t, int32_t *, uint8_t *);
 void cpu_topk(const void *, int, size_t, size_t, size_t, void *, int32_t *, uint8_t *);
 void cpu_logprob(const void *, int, const int32_t *, size_t, size_t, float *, float *);
+void cpu_mask(const void *, int, const uint32_t *, size_t, size_t, void *);
 void cpu_accept(const int32_t *, size_t, const int32_t *, const uint8_t *, size_t, const uint8_t *, size_t,
                 const uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *, int32_t *);
 void cpu_dynamic_conv(const void *, int, const void *, int, const void *, int, const void *, size_t, size_t, size_t,
@@ -39,7 +40,7 @@ void cpu_gated_delta(const void *, const void *, const void *, const void *, int
                      const int32_t *, size_t, size_t, size_t, size_t, size_t, size_t, size_t, size_t, size_t, void *,
                      float *);
 
-enum { BF16, F16, F32, TYPES, MOST_ARRAYS = 64, OPERATIONS = 10 };
+enum { BF16, F16, F32, TYPES, MOST_ARRAYS = 64, OPERATIONS = 11 };
 static const char *const type_names[] = {"bfloat16", "float16", "float32"};
 
 static _Thread_local uint64_t seed;
@@ -270,6 +271,24 @@ static void logits(int type) {
   if (finite[r]) *sum += choice + alone_ids[k - 1] + fabs((double)alone_total) + fabs((double)alone_picked);
 }
 
+static void mask(int type) {
+  size_t rows = 1 + below(9), count = 1 + below(700), words = (count + 31) / 32, r = below(rows);
+  void *x = numbers(rows * count, type, 2), *masked = memory(rows * count * size_of(type));
+  void *alone = memory(count * size_of(type)), *low = memory(4);
+  uint32_t *bits = memory(rows * words * sizeof *bits), infinite = type == F16 ? 0xfc00 : 0xff80;
+  if (type == F32) infinite <<= 16;
+  memcpy(low, &infinite, 4);
+  for (size_t i = 0; i < rows * words; i++) bits[i] = below(3) ? (uint32_t)below(1u << 31) * 2 + 1 : ~0u;
+  cpu_mask(x, type, bits, rows, count, masked);
+  cpu_mask(shifted(x, type, r * count), type, bits + r * words, 1, count, alone);
+  expect(shifted(masked, type, r * count), alone, count * size_of(type), r);
+  for (size_t i = 0; i < count; i++) {
+    int is_allowed = bits[r * words + i / 32] >> i % 32 & 1;
+    expect(shifted(alone, type, i), is_allowed ? shifted(x, type, r * count + i) : low, size_of(type), r);
+    *sum += is_allowed;
+  }
+}
+
 static void accept(int type) {
   size_t k = below(16), sizes[4] = {below(3), 0, 0, 0}, agreed = 0;
   (void)type;
@@ -393,8 +412,9 @@ static const struct {
     {"linear", linear},           {"gather", gather},
     {"rms_norm", rms_norm},       {"norm_rope", norm_rope},
     {"attention", attention},     {"logits", logits},
-    {"accept", accept},           {"dynamic_conv", dynamic_conv},
-    {"causal_conv", causal_conv}, {"gated_delta", gated_delta},
+    {"mask", mask},               {"accept", accept},
+    {"dynamic_conv", dynamic_conv}, {"causal_conv", causal_conv},
+    {"gated_delta", gated_delta},
 };
 
 typedef struct {

@@ -51,7 +51,7 @@ def test_words_for_people_name_what_ran_and_what_did_not(monkeypatch: pytest.Mon
     assert in_words("cpu").endswith(f", 3 threads; by MLX: {left})")
     assert in_words("stock") == "stock (MLX's own operations)"
     assert in_words("reference") == "reference (plain formulas)"
-    set_threads(usable_cores())
+    set_threads(wanted_threads())
 
 
 # ---- what is relied on of MLX

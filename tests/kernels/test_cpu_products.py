@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles.products_numpy import as_numpy, assert_rounded_once, dequantised, fused, product
 
-from metal_kernels.launching.cores import usable_cores
+from metal_kernels.launching.cores import wanted_threads
 from metal_kernels.launching.cpu_library import copied, set_threads
 from metal_kernels.launching.implementations import using
 from metal_kernels.linear import Linear, Quantization
@@ -25,7 +25,7 @@ CASES_EACH = 3000
 def on_the_cpu_library() -> Iterator[None]:
     with using("cpu"):
         yield
-    set_threads(usable_cores())
+    set_threads(wanted_threads())
 
 
 def random(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:

@@ -238,7 +238,7 @@ def test_an_engine_keeps_what_was_chosen_when_it_was_made(target: Target) -> Non
     request = Request(PROMPT, 3, on_progress=note, on_verified=note)
     generation = started(engine, request)
     with using("stock"):
-        engine.step(generation)
+        engine.step(generation).checked()
         assert implementation() == "stock"
     engine.close(generation)
     assert set(seen) == {"reference"}
@@ -255,9 +255,9 @@ def test_engines_of_both_kinds_side_by_side(target: Target) -> None:
         first, second = exact.start(Request(PROMPT, 6)), stock.start(Request(PROMPT, 6))
         while first.finish_reason is None:
             launched.clear()
-            stock.step(second)
+            stock.step(second).checked()
             assert launched == []
-            exact.step(first)
+            exact.step(first).checked()
             assert "gemm_rows" in launched
         assert (first.tokens, second.tokens) == (expected[exact], expected[stock])
         inside: list[list[int]] = []
@@ -270,7 +270,7 @@ def test_engines_of_both_kinds_side_by_side(target: Target) -> None:
 def text(engine: Engine, on_verified: Callable[..., None] | None = None) -> list[int]:
     generation = started(engine, Request(PROMPT, 6, on_verified=on_verified))
     while generation.finish_reason is None:
-        engine.step(generation)
+        engine.step(generation).checked()
     engine.close(generation)
     return generation.tokens
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from emulator import launcher
 from tiny_models import HYBRIDS, tiny_target
+from traced import traced
 
+import mlx_spec.target.graphs
 import mlx_spec.target.target
 from metal_kernels import MAX_CHUNK_ROWS
 from metal_kernels.launching.implementations import using
@@ -263,13 +265,15 @@ def test_three_turns_on_one_sequence(family: str) -> None:
 
 def test_a_compiled_pass_reads_and_returns_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: each number of rows has its own graph, and each graph takes any number of accepted rows."""
-    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    for module in (mlx_spec.target.target, mlx_spec.target.graphs):
+        monkeypatch.setattr(module, "is_traceable", lambda: True)
+    monkeypatch.setattr(mx, "compile", traced)
     compiled = tiny_target("qwen3_5", mx.float32)
     sequence = compiled.open()
     with using("stock"):  # the CPU library is called at once
         for count, accepted in ((1, 1), (8, 3), (8, 8), (8, 0), (2, 1), (16, 5), (8, 6)):
             advance(compiled, sequence, TOKENS[sequence.length :][:count], accepted)
-        assert len(compiled._compiled) == 4
+        assert len(compiled._graphs._compiled) == 4
         got = probe(compiled, sequence)
     monkeypatch.undo()
     target = tiny_target("qwen3_5", mx.float32)

@@ -7,6 +7,7 @@ from emulator import launcher
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, tiny_model, tiny_target
 
+import mlx_spec.target.graphs
 import mlx_spec.target.target
 from metal_kernels.launching.launch import launching
 from mlx_spec.errors import ContextFull, RequestError, UnsupportedModel
@@ -75,7 +76,8 @@ def test_sequences_of_one_pass_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("family", ["llama_sliding", "qwen3_next"])
 def test_one_graph_serves_every_split_of_its_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: kernels read from arrays which rows a sequence has; each row equals the row computed alone."""
-    monkeypatch.setattr(mlx_spec.target.target, "is_traceable", lambda: True)
+    for module in (mlx_spec.target.target, mlx_spec.target.graphs):
+        monkeypatch.setattr(module, "is_traceable", lambda: True)
     monkeypatch.setattr(mx, "compile", lambda graph: graph)
     target = tiny_target(family, mx.bfloat16)
     sequences = [target.open() for _ in range(3)]
@@ -85,14 +87,14 @@ def test_one_graph_serves_every_split_of_its_rows(family: str, monkeypatch: pyte
         for counts in ((3, 1, 1), (1, 3, 1)):
             rows = [mx.array(TOKENS[50 + count : 50 + 2 * count]) for count in counts]
             alone = [target.forward([pair], target_layer_ids=[1]) for pair in zip(sequences, rows, strict=True)]
-            graphs = len(target._compiled)
+            graphs = len(target._graphs._compiled)
             together = target.forward(list(zip(sequences, rows, strict=True)), target_layer_ids=[1])
             for index, (sequence, count, own) in enumerate(zip(sequences, counts, alone, strict=True)):
                 part = together.prefix(index, count)
                 assert mx.array_equal(part.hidden, own.hidden) and mx.array_equal(part.kv, own.kv)
                 assert mx.array_equal(part.aux_hidden_states, own.aux_hidden_states)
                 target.commit(sequence, together.prefix(index, (count + 1) // 2))
-    assert len(target._compiled) == graphs
+    assert len(target._graphs._compiled) == graphs
 
 
 def test_aux_hidden_states_are_layer_outputs_and_the_final_norm() -> None:

@@ -82,6 +82,7 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
                 assert draft.tokens.tolist() == paths[0].tolist()
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

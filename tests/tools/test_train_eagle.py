@@ -70,6 +70,7 @@ def test_the_training_forward_is_the_shipped_forward(
                 np.testing.assert_allclose(logits[step, n, row][ids], scores, atol=2e-3)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

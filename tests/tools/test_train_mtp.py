@@ -84,6 +84,7 @@ def test_steps_after_a_wrong_one_weigh_less_and_steps_after_the_end_nothing() ->
     assert value([4, 1, 5, 7, 0], [1, 5, 7, 0, 0], length=5) < 0.01
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
