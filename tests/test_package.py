@@ -128,7 +128,7 @@ print(json.dumps({
     assert done.stderr == ""
     files = sorted((ROOT / "mlx_spec/cli").glob("[!_]*.py"))
     commands = [f"mlx_spec.{path.stem}" for path in files if "\ndef main(" in path.read_text()]
-    assert len(commands) == 8
+    assert len(commands) == 9
     expected = {name: [f"usage: python -m {name}"] * 2 for name in commands}
     found = json.loads(done.stdout)
     assert {name: [text.split(" -h")[0].strip() for text in texts] for name, texts in found.items()} == expected

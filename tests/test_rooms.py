@@ -12,37 +12,40 @@ PACKAGES = ("mlx_spec", "metal_kernels")
 # each other. Names without a folder are files of the package's root.
 LEVELS: list[dict[str, str]] = [
     {
-        "mlx_spec": "__init__ bench chat check extract_mtp quantize_drafter serve",
+        "mlx_spec": "__init__ bench bisect chat check extract_mtp probe quantize_drafter serve",
         "mlx_spec.drafters": "__main__",
         "mlx_spec.generate": "__main__",
     },
     {
-        "mlx_spec.cli": "bench chat check command drafters extract_mtp generate generate_flags generate_options "
-        "quantize_drafter serve",
+        "mlx_spec.cli": "bench bisect chat check command drafters extract_mtp generate generate_flags "
+        "generate_options probe quantize_drafter serve",
     },
     {
         "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
         "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
         "worker",
     },
-    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model published_drafters weights"},
+    {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
         "mlx_spec.measure": "costs exactness random_models scripted store synthetic turns wiring",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
+        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
+        "verdict watch"
+    },
+    {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
         "scheduler statistics verify",
     },
+    {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.decoding": "accept grammar logprobs noise sampling settings",
-        "mlx_spec.diagnose": "rows wiring",
-    },
-    {
-        "mlx_spec.drafters": "base chain draft_head forced kind kv siblings tree wiring",
-        "mlx_spec.drafters.dflash2": "block config drafter forward kind load selector tensors writer",
-        "mlx_spec.drafters.eagle": "head kind load spec tensors wirings",
-        "mlx_spec.drafters.mtp": "head kind load source spec tensors wirings",
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head forced kind kv reference "
+        "siblings stages tree variants",
+        "mlx_spec.drafters.dflash2": "block config drafter forward kind load reference selector tensors variants "
+        "writer",
+        "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
+        "mlx_spec.drafters.mtp": "head kind load reference source spec tensors variants",
     },
     {"mlx_spec.checkpoints": "hub"},
     {
@@ -69,12 +72,16 @@ APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.draft
 ROOT_FILES = {
     "__init__.py",
     "bench.py",
+    "bisect.py",
     "chat.py",
     "cache_folder.py",
     "check.py",
     "errors.py",
     "extract_mtp.py",
-} | {"quantize_drafter.py", "serve.py"}
+    "probe.py",
+    "quantize_drafter.py",
+    "serve.py",
+}
 
 
 def level_of() -> dict[str, int]:

@@ -4,7 +4,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -20,9 +20,11 @@ from mlx_spec.cli.generate_options import (
     unescaped,
     without_effect,
 )
+from mlx_spec.decoding.sampling import Sampling
+from mlx_spec.diagnose.record import Recorder, write_run
 from mlx_spec.diagnose.rows import RowCheck
 from mlx_spec.errors import RequestError
-from mlx_spec.generate.options import chat_prompt
+from mlx_spec.generate.options import chat_prompt, encode, make_sampling
 from mlx_spec.generate.stream import GenerationResponse, stream_generate
 from mlx_spec.loading.load import load
 
@@ -51,19 +53,25 @@ def run(args: argparse.Namespace) -> int:
     engine, tokenizer = load(args.model, **loading)
     options |= end_tokens(tokenizer, args, engine.target.vocab_size)
     check = RowCheck(engine.target) if args.check_rows else None
+    prompt = encode(tokenizer, message_prompt(tokenizer, text, args, template_config))
+    recorder = recorder_of(prompt, options) if args.record else None
     with PrefillBar(args.prefill_step_size) as bar:
         responses = stream_generate(
             engine,
             tokenizer,
-            message_prompt(tokenizer, text, args, template_config),
+            prompt,
             prompt_progress_callback=bar.update,
-            on_verified=check.check if check else None,
+            on_verified=watching(check, recorder),
             **options,
         )
+        if recorder is not None:
+            responses = recorded(responses, recorder)
         # As in mlx_lm, an answer does not begin with the space that parts it from the template; one that matches
         # a grammar is not changed.
         is_answer = is_templated(tokenizer, args) and options["grammar"] is None
         answer, last, stopped = read_responses(responses, is_answer, is_printed=args.stats == "text")
+    if recorder is not None:
+        write_run(recorder.run(), args.record)
     if stopped:
         print("stopped", file=sys.stderr)
     if last is not None:
@@ -76,6 +84,33 @@ def run(args: argparse.Namespace) -> int:
     if check is not None:
         print(check, file=sys.stderr)
     return stopped
+
+
+def recorder_of(prompt: Sequence[int], options: dict[str, Any]) -> Recorder:
+    """Return what records a run with these options of stream_generate."""
+    names = options.keys() & Sampling.__dataclass_fields__.keys()
+    return Recorder(prompt, make_sampling({name: options[name] for name in names}), options["prefill_step_size"])
+
+
+def watching(check: RowCheck | None, recorder: Recorder | None) -> Callable[..., None] | None:
+    """Return what gets the verified rows, None where nobody needs them."""
+    watchers = ([check.check] if check else []) + ([recorder.verified] if recorder else [])
+
+    def show(*rows: Any) -> None:
+        for watch in watchers:
+            watch(*rows)
+
+    return show if watchers else None
+
+
+def recorded(responses: Any, recorder: Recorder) -> Generator[GenerationResponse, None, None]:
+    """Yield responses, and record their tokens."""
+    try:
+        for response in responses:
+            recorder.tokens.append(response.token)
+            yield response
+    finally:
+        responses.close()
 
 
 def check_template_flags(args: argparse.Namespace) -> None:

@@ -212,6 +212,12 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of what is printed."""
     add = parser.add_argument_group("output").add_argument
     add("--check-rows", action="store_true", help="compute every verified row again alone, and report differences")
+    add(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep token ids, drafts and accepted counts, for bisect --replay",
+    )
     add("--verbose", type=str_to_bool, default=True, help="F prints the answer only (default: T)")
     add(
         "--stats",

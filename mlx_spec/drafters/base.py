@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from mlx_spec.drafters.stages import Record
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
 from mlx_spec.target import PagePool
 
@@ -272,5 +273,30 @@ class Drafter(Protocol):
         That is ``position``, or an earlier one: the target has to run the rows in between again, because the
         drafter needs their hidden states. A position after the state's last row changes nothing.
         Raises PositionError, with nothing changed, where what the drafter needs before that is lost.
+        """
+        ...
+
+
+class ObservedDrafter(Drafter, Protocol):
+    """A drafter that can be diagnosed.
+
+    Its states have ``moved(by)``: a copy whose rows to come, those that wait included, have positions that are
+    larger by ``by``.
+    """
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] that its draft logits are of; None for all, in order."""
+        ...
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        ...
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and hand every stage of the pass to ``record``, in the order of computing.
+
+        Nothing is compiled or fused that would hide a stage. Rows of several sequences lie side by side.
         """
         ...

@@ -5,11 +5,12 @@ its successor is committed, too; then its keys and values enter the context. The
 head's own output, are kept beside the context and forgotten when the round ends.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -27,6 +28,7 @@ from mlx_spec.drafters.base import (
 )
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.kv import ContextKV, ContextPages, append_to, context_pool, packed, unpacked
+from mlx_spec.drafters.stages import Record, record_stages, within
 from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import PositionError, RequestError
 from mlx_spec.target import Target
@@ -81,11 +83,15 @@ class HeadForward(Protocol):
         """Fuse outputs of T target layers [R, T * H] into hidden states [R, H]."""
         ...
 
-    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
+    def pre_attention(
+        self, embedded: mx.array, hidden: mx.array, positions: mx.array, record: Record | None = None
+    ) -> AttentionInputs:
         """Run rows up to attention: embeddings and hidden states [R, H], positions [R] int32."""
         ...
 
-    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+    def post_attention(
+        self, inputs: AttentionInputs, attended: mx.array, record: Record | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Run rows from attention's output [R, heads, D] to the end.
 
         Returns what the output head reads, and the hidden state for the next row of a chain, both [R, H].
@@ -118,6 +124,10 @@ class ChainState:
     def fork(self) -> "ChainState":
         """Return an independent copy."""
         return ChainState(self.context.fork(), self.hidden, self.following, self.first)
+
+    def moved(self, by: int) -> "ChainState":
+        """Return a copy whose pending rows, and rows to come, have positions that are larger by ``by``."""
+        return ChainState(self.context.moved(by), self.hidden, self.following, self.first + by)
 
     def move(self, count: int) -> None:
         """Take the first ``count`` pending rows for rows of the context, where their keys and values are."""
@@ -169,6 +179,22 @@ class ChainDrafter:
         like = mx.zeros((1, forward.width), dtype=target.dtype), mx.zeros((1,), dtype=mx.int32)
         self.pool = context_pool(forward.pre_attention(self.embed(like[1]), *like).context_rows)
 
+    def changed(self, **changes: Any) -> "ChainDrafter":
+        """Return the same drafter but for some attributes: forward, target_layer_ids, head or embed."""
+        other = copy.copy(self)
+        vars(other).update(changes, _graphs=Graphs())
+        return other
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] int32 that draft logits are of; None for all, in order."""
+        return self.head.ids
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        return self.forward.attention.output.quantization is not None
+
     def open(self, position: int = 0) -> ChainState:
         """Return the state of a sequence whose rows begin at ``position``."""
         return ChainState(ContextKV(self.pool, self.forward.attention.window, position), *self._nothing, position)
@@ -208,11 +234,22 @@ class ChainDrafter:
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
+        return self._propose(requests, None)
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and record every stage.
+
+        Those of the pending rows, the newest of each sequence included, have no prefix up to attention; those of
+        step i, of the newest rows alone, begin with ``steps.i``.
+        """
+        return self._propose(requests, record)
+
+    def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
             self._check(request.count)
             request.state.settle()
         ready = [request for request in requests if request.state.hidden.shape[0]]
-        drafts = iter(self._chains(ready) if ready else [])
+        drafts = iter(self._chains(ready, record) if ready else [])
         return [next(drafts) if request.state.hidden.shape[0] else nothing_drafted() for request in requests]
 
     def propose_ahead(self, state: ChainState, count: int, rule: DraftRule, unread: Unread) -> Ahead | None:
@@ -294,9 +331,9 @@ class ChainDrafter:
         noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
         return self._draft(count, [rule], AttentionInputs(*inputs), hidden, first + after, pages, pool, noises)
 
-    def _chains(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def _chains(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         states, rules = [request.state for request in requests], [request.rule for request in requests]
-        inputs, hidden = self._begin(requests)
+        inputs, hidden = self._begin(requests, record)
         most = max(request.count for request in requests)
         numbers = packed([state.context for state in states], [state.position - 1 for state in states])
         noises = [
@@ -304,7 +341,8 @@ class ChainDrafter:
             for rule, state in zip(rules, states, strict=True)
         ]
         ways = tuple(rule.way for rule in rules)
-        graph = self._graphs.of(("chains", most, ways), partial(self._pass, most, rules))
+        chains = partial(self._pass, most, rules, record)
+        graph = chains if record is not None else self._graphs.of(("chains", most, ways), chains)
         steps = [Step(*step) for step in graph(inputs, hidden, numbers, self.pool.data, noises)]
         return [draft_of(steps[: request.count], n) for n, request in enumerate(requests)]
 
@@ -312,6 +350,7 @@ class ChainDrafter:
         self,
         count: int,
         rules: Sequence[DraftRule],
+        record: Record | None,
         inputs: AttentionInputs,
         hidden: mx.array,
         numbers: mx.array,
@@ -321,13 +360,14 @@ class ChainDrafter:
         """Draft ``count`` tokens for N sequences.
 
         rules: of these; only what ``way`` tells apart is read.
+        record: takes the stages of the pass, where one is given, which is not compiled then.
         inputs, hidden: of the first row of each chain, see ``_begin``.
         numbers: see ``packed``: the positions of these rows, and the contexts.
         pool: see ``PagePool.data``.
         noises: of the rules, see ``DraftRule.noise``.
         """
         (first,), pages = unpacked(numbers, len(rules), 1)
-        return self._draft(count, rules, AttentionInputs(*inputs), hidden, first, pages, pool, noises)
+        return self._draft(count, rules, AttentionInputs(*inputs), hidden, first, pages, pool, noises, record)
 
     def _draft(
         self,
@@ -339,19 +379,26 @@ class ChainDrafter:
         pages: ContextPages,
         pool: mx.array,
         noises: Sequence[mx.array | None],
+        record: Record | None = None,
     ) -> list["Step"]:
         queries, keys_values, steps = list[mx.array](), list[mx.array](), list[Step]()
         for index in range(count):
+            step = within(f"steps.{index}", record)
             if index:
-                inputs = self.forward.pre_attention(self.embed(steps[-1].tokens), hidden, first + index)
+                embedded, positions = self.embed(steps[-1].tokens), first + index
+                record_stages(step, recycled=hidden, embedded=embedded, positions=positions)
+                inputs = self.forward.pre_attention(embedded, hidden, positions, step)
             queries.append(inputs.queries[:, None])
             keys_values.append(inputs.keys_values[:, :, None])
             rows = mx.concatenate(queries, axis=1), mx.concatenate(keys_values, axis=2)
-            scored, hidden = self.forward.post_attention(inputs, self._attend(pool, pages, *rows)[:, -1])
-            steps.append(self._step(scored, rules, [None if noise is None else noise[index] for noise in noises]))
+            attended = self._attend(pool, pages, *rows)[:, -1]
+            record_stages(step, attended=attended)
+            scored, hidden = self.forward.post_attention(inputs, attended, step)
+            own = [None if noise is None else noise[index] for noise in noises]
+            steps.append(self._step(scored, rules, own, step))
         return steps
 
-    def _begin(self, requests: Sequence[DraftRequest]) -> tuple[AttentionInputs, mx.array]:
+    def _begin(self, requests: Sequence[DraftRequest], record: Record | None) -> tuple[AttentionInputs, mx.array]:
         """Run the pending rows of N sequences up to attention, and move all but the newest of each to the context.
 
         Returns the newest row of each, and the target's hidden states of these rows [N, H].
@@ -364,8 +411,9 @@ class ChainDrafter:
         positions = [state.first + i for state, count in zip(states, counts, strict=True) for i in range(count)]
         hidden = states[0].hidden if len(states) == 1 else mx.concatenate([state.hidden for state in states])
         numbers = mx.array([*positions, *newest], dtype=mx.int32)
-        begin = partial(self._enter, len(states))
-        graph = self._graphs.of(("begin", len(states)), begin) if len(positions) <= MAX_VERIFY_ROWS else begin
+        begin = partial(self._enter, len(states), record)
+        is_graph = record is None and len(positions) <= MAX_VERIFY_ROWS
+        graph = self._graphs.of(("begin", len(states)), begin) if is_graph else begin
         inputs, chosen, rows = graph(mx.concatenate(following), hidden, numbers)
         moved = [
             (state, rows[last + 1 - count : last], count - 1)
@@ -376,7 +424,12 @@ class ChainDrafter:
         return AttentionInputs(*inputs), chosen
 
     def _enter(
-        self, sequences: int, following: mx.array, hidden: mx.array, numbers: mx.array
+        self,
+        sequences: int,
+        record: Record | None,
+        following: mx.array,
+        hidden: mx.array,
+        numbers: mx.array,
     ) -> tuple[AttentionInputs, mx.array, mx.array]:
         """Run n pending rows of N sequences up to attention.
 
@@ -386,7 +439,9 @@ class ChainDrafter:
         Returns the newest row of each, their hidden states, and the context rows of all n.
         """
         positions, newest = numbers[: following.size], numbers[following.size :]
-        inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
+        embedded = self.embed(following)
+        record_stages(record, ctx_combined=hidden, embedded=embedded, positions=positions)
+        inputs = self.forward.pre_attention(embedded, hidden, positions, record)
         # A slice is a view; an index copies.
         part = slice(following.size - 1, None) if sequences == 1 else newest
         return inputs.select(part), hidden[part], inputs.context_rows
@@ -443,13 +498,20 @@ class ChainDrafter:
         attended = attention_rows(queries.flatten(0, 1), keys, values, pool, 0, cached, scale=scale, window=window)
         return attended.reshape(queries.shape)
 
-    def _step(self, hidden: mx.array, rules: Sequence[DraftRule], noises: Sequence[mx.array | None]) -> "Step":
+    def _step(
+        self,
+        hidden: mx.array,
+        rules: Sequence[DraftRule],
+        noises: Sequence[mx.array | None],
+        record: Record | None,
+    ) -> "Step":
         """Draw the next token of each sequence.
 
         hidden: [N, H], what the output head reads.
         rules, noises: of the N sequences; the noise is that of this step.
         """
         scores = self.head.score(hidden)
+        record_stages(record, hidden=hidden, logits=scores)
         values, ids, are_finite = topk_rows(scores, self.candidates)
         ids = ids if self.head.ids is None else self.head.ids[ids]
         drawn = [

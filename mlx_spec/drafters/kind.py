@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.checkpoints.tensors import tensor_names, weight_files
-from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.wiring import Wirings
+from mlx_spec.drafters.base import ObservedDrafter
+from mlx_spec.drafters.reference import Formula
+from mlx_spec.drafters.variants import Variant
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 
@@ -63,7 +64,8 @@ class DrafterOptions:
 
     def refuse_for(self, name: str) -> None:
         """Raise RequestError where an option is set that only heads have."""
-        for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", self.draft_bits)):
+        bits = None if self.draft_bits == max(BITS) else self.draft_bits
+        for option, value in (("draft_vocab", self.draft_ids), ("draft_bits", bits)):
             if value is not None:
                 raise RequestError(f"{option} is for MTP and EAGLE heads; {name} is used as it is.")
 
@@ -80,7 +82,9 @@ class Kind:
     load: reads a checkpoint and binds it to its target.
     indexed_files: names the files of a repo that hold the drafter, from its ``config.json``, its index (tensor to
         file) and its name; None where all files are needed.
-    other_wirings: the wirings that a checkpoint may mean instead, for a drafter and the target's number of layers.
+    formulas: the stages of a pass from the checkpoint's own tensors, for a drafter, its target, the steps of the
+        pass and the rows that wait before it.
+    variants: the contracts that a checkpoint may mean instead, for a drafter and its target.
     lies_in_model: whether a model's own checkpoint may hold one.
     """
 
@@ -89,7 +93,8 @@ class Kind:
     trainer: str
     claims: Callable[[Mapping[str, Any], Collection[str]], bool]
     matches: Callable[[DrafterSource, int], bool]
-    load: Callable[[DrafterSource, Target, DrafterOptions], Drafter]
+    load: Callable[[DrafterSource, Target, DrafterOptions], ObservedDrafter]
+    variants: Callable[[Any, Target], list[Variant]]
+    formulas: Callable[[DrafterSource, Any, Target, int, int], list[Formula]]
     indexed_files: Callable[[Mapping[str, Any], Mapping[str, str], str], list[str]] | None = None
-    other_wirings: Callable[[Any, int], Wirings] | None = None
     lies_in_model: bool = False

@@ -51,6 +51,12 @@ class ContextKV:
         copy._held = self._held.fork()
         return copy
 
+    def moved(self, by: int) -> "ContextKV":
+        """Return a copy whose cursor is larger by ``by``; what it holds stays encoded at its positions."""
+        copy = self.fork()
+        copy.base += by
+        return copy
+
     def free(self) -> None:
         """Release all pages; the context is empty then, with the same cursor."""
         self._begin(self.cursor)

@@ -11,7 +11,7 @@ from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import DEMO, DRAFTER_FILES, expanded, fetch, is_repo, resolve, with_weights
 from mlx_spec.checkpoints.tensors import INDEX, read_index, tensor_names
 from mlx_spec.demo import DRAFTERS
-from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.dflash2.kind import KIND as DFLASH2
 from mlx_spec.drafters.eagle.kind import KIND as EAGLE
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter that is bound to its target, what it is, and whether it is one of the demo's."""
+    """A drafter that is bound to its target, what it is, where it is from, and whether it is one of the demo's."""
 
-    drafter: Drafter
+    drafter: ObservedDrafter
     kind: Kind
+    source: DrafterSource
     is_shipped: bool
 
 
@@ -117,7 +118,7 @@ def load_asked(
     source = source_of(place, target.name if place == model_source.place else name, model_source.config)
     kind = named or kind_of(source, target.num_layers)
     try:
-        return LoadedDrafter(kind.load(source, target, options), kind, shipped is not None)
+        return LoadedDrafter(kind.load(source, target, options), kind, source, shipped is not None)
     except MlxSpecError:
         raise
     except Exception as error:

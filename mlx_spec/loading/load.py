@@ -71,26 +71,18 @@ def load(
     for a setting without a meaning.
     """
     kernels = chosen_kernels(exact)
-    folder = resolve(model, progress)
-    config = read_config(folder, model, "model", ModelError)
-    refuse_other_content(folder, config, model)
-    loaded = read_model(folder, config, model)
     # Without a word on it, transformers asks on standard input.
     settings = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    tokenizer = read_tokenizer(folder, config, model, settings)
-    if adapter_path is not None:
-        merge_adapters(loaded, adapter_path)
     with using(kernels):
-        target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
-        source = DrafterSource(folder, model, config, config)
+        target, tokenizer, source = load_target(model, settings, adapter_path, max_cached_tokens, progress)
         found, label = find_drafter(drafter, target, tokenizer, source, draft_vocab, draft_bits, progress)
         bound = None if found is None else found.drafter
         costs = None if bound is None else measured_costs(target, bound, label, progress)
         most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
         exactness = checked_exactness(target, most_rows, progress) if exact else OFF
-        if found is not None and found.kind.other_wirings is not None and not found.is_shipped:
-            wirings = found.kind.other_wirings(found.drafter, target.num_layers)
-            check_wiring(target, wirings, tokenizer, label, progress)
+        if found is not None and not found.is_shipped:
+            variants = found.kind.variants(found.drafter, target)
+            check_wiring(target, found.drafter, variants, tokenizer, label, progress)
     logger.info(
         "Loaded %s (%s, %d layers, %d positions) with %s.",
         model,
@@ -101,6 +93,25 @@ def load(
     )
     engine = Engine(target, bound, costs, exactness=exactness, kernels=kernels, reuse_replies=not exact)
     return engine, tokenizer
+
+
+def load_target(
+    model: str,
+    tokenizer_settings: dict[str, Any],
+    adapter_path: str | Path | None = None,
+    max_cached_tokens: int | None = None,
+    progress: bool = False,
+) -> tuple[Target, Any, DrafterSource]:
+    """Load a target and its tokenizer, and return them and the target's checkpoint; arguments as of ``load``."""
+    folder = resolve(model, progress)
+    config = read_config(folder, model, "model", ModelError)
+    refuse_other_content(folder, config, model)
+    loaded = read_model(folder, config, model)
+    tokenizer = read_tokenizer(folder, config, model, tokenizer_settings)
+    if adapter_path is not None:
+        merge_adapters(loaded, adapter_path)
+    target = Target(fit_to_machine(loaded), config, model, max_cached_tokens)
+    return target, tokenizer, DrafterSource(folder, model, config, config)
 
 
 def find_drafter(

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import linear_rows, moe_rows
+from metal_kernels import Linear, linear_rows, moe_rows
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.linears import experts_of, joined_linears, linear_of
 
@@ -15,10 +15,25 @@ FeedForward = Callable[[mx.array, mx.array], mx.array]
 """The feed-forward sublayer: (normed rows [R, H], residual [R, H]) to the sum [R, H]."""
 
 
-def dense(mlp: Any) -> Callable[..., mx.array]:
-    """Return the gated feed-forward of an MLP module; called without a residual, it returns its output alone."""
-    gate_up, down = joined_linears([mlp.gate_proj, mlp.up_proj]), linear_of(mlp.down_proj)
-    return lambda x, residual=None: linear_rows(linear_rows(x, gate_up, gated=True), down, residual=residual)
+@dataclass(frozen=True)
+class Dense:
+    """The gated feed-forward: the projections of gate and up, side by side, and the one down."""
+
+    gate_up: tuple[Linear, ...]
+    down: Linear
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Run normed rows [R, H]; without a residual the output alone is returned."""
+        return linear_rows(self.activation(x), self.down, residual=residual)
+
+    def activation(self, x: mx.array) -> mx.array:
+        """Return silu(gate) * up of normed rows: [R, I]."""
+        return linear_rows(x, self.gate_up, gated=True)
+
+
+def dense(mlp: Any) -> Dense:
+    """Read the gated feed-forward of an MLP module."""
+    return Dense(joined_linears([mlp.gate_proj, mlp.up_proj]), linear_of(mlp.down_proj))
 
 
 def dense_or_experts(mlp: Any) -> FeedForward:

@@ -15,11 +15,13 @@ from tiny_eagles import Tensors, write_eagle
 from trained_texts import TEXTS
 
 from mlx_spec import load, stream_generate
-from mlx_spec.diagnose.wiring import Measured, better_wiring, measure_wirings
+from mlx_spec.diagnose.acceptance import Alignment, Hits, measure
+from mlx_spec.diagnose.text import read_text
+from mlx_spec.diagnose.variants import Found, better_at_load, measure_at_load
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.eagle.spec import LAYER_IDS
-from mlx_spec.drafters.eagle.wirings import other_wirings
+from mlx_spec.drafters.eagle.variants import variants
 from mlx_spec.engine import Engine
 
 TRIO = Path(__file__).parent.parent / "tiny_eagles"
@@ -122,17 +124,16 @@ def prompts() -> list[str | list[int]]:
     return [*PROMPTS, *(sequence[:40] for sequence in repeating())]
 
 
-def measured(kind: str, drafter: ChainDrafter) -> list[Measured]:
+def measured(kind: str, drafter: ChainDrafter) -> list[tuple[Hits, list[Found]]]:
     """How the head does on all texts, wired as it is and otherwise."""
     sequences = [*map(tokens, TEXTS), *repeating()]
     target = trio(kind)[0].target
-    wirings = other_wirings(drafter, target.num_layers)
-    return [measure_wirings(target, wirings, sequence) for sequence in sequences]
+    return [measure_at_load(target, drafter, variants(drafter, target), sequence) for sequence in sequences]
 
 
 def hits(kind: str, drafter: ChainDrafter) -> np.ndarray:
     """Whether first and second drafts are right."""
-    return np.concatenate([each.declared for each in measured(kind, drafter)])
+    return np.concatenate([declared.right.ravel() for declared, _ in measured(kind, drafter)])
 
 
 def decoded(kind: str, drafter: ChainDrafter) -> tuple[float, list[str]]:
@@ -174,11 +175,14 @@ def test_every_wrong_reading_lowers_acceptance(wrong: str, tmp_path: Path) -> No
     found, (shorter, same) = measured("eagle3", drafter), decoded("eagle3", drafter)
     assert same == texts
     assert shorter < length
-    assert share.mean() - np.concatenate([each.declared for each in found]).mean() > 0.03
+    assert share.mean() - np.concatenate([declared.right.ravel() for declared, _ in found]).mean() > 0.03
     if name is not None:
-        gain = sum(int(each.others[name].sum()) - int(each.declared.sum()) for each in found)
+        gain = 0
+        for declared, others in found:
+            other = next(each.hits for each in others if each.contract.name == name)
+            gain += int(other.right.sum()) - int(declared.right.sum())
         assert gain > 0.03 * len(share)
-        named = [better_wiring(each, "the head") or "" for each in found]
+        named = [better_at_load(*each, "the head") or "" for each in found]
         assert any(sentence.startswith("the head: ") and name in sentence for sentence in named)
 
 
@@ -194,15 +198,15 @@ def test_the_hidden_state_before_the_final_norm_is_worse_for_eagle_1() -> None:
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_an_embedding_of_another_token_is_worse(kind: str) -> None:
     """Pairs of a hidden state and the token at its own position, not the one after it."""
-    engine, drafter = trio(kind)[0], drafter_of(kind)
-    late = ChainDrafter("eagle", drafter.forward, drafter.target_layer_ids, engine.target, drafter.head)
-    late.embed = lambda ids: engine.target.embed(mx.roll(ids, 1))
-    assert right(kind)[0].mean() - hits(kind, late).mean() > 0.1
+    target, drafter = trio(kind)[0].target, drafter_of(kind)
+    read = [read_text(target, "text", tokens(text)[:256], 1, drafter.target_layer_ids) for text in TEXTS]
+    late = measure(drafter, read, 2, alignment=Alignment(shift=1))
+    assert measure(drafter, read, 2).right.mean() - late.right.mean() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_the_right_reading_is_left_alone(kind: str) -> None:
-    assert [better_wiring(each, "head") for each in measured(kind, drafter_of(kind))] == [None] * 5
+    assert [better_at_load(*each, "head") for each in measured(kind, drafter_of(kind))] == [None] * 5
 
 
 def test_load_warns_of_a_wrong_reading_and_is_silent_about_the_right_one(tmp_path: Path) -> None:

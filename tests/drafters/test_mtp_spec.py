@@ -16,11 +16,12 @@ from trained_texts import TEXTS
 
 from mlx_spec import load, stream_generate
 from mlx_spec.cache_folder import cache_folder
-from mlx_spec.diagnose.wiring import Measured, better_wiring, measure_wirings
+from mlx_spec.diagnose.acceptance import Hits, is_gain
+from mlx_spec.diagnose.variants import Found, better_at_load, measure_at_load
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.mtp.head import MTPForward
 from mlx_spec.drafters.mtp.tensors import shift_norms
-from mlx_spec.drafters.mtp.wirings import other_wirings, shifted
+from mlx_spec.drafters.mtp.variants import variants, with_norms_shifted
 from mlx_spec.engine import Engine
 from mlx_spec.target import Target
 
@@ -42,8 +43,8 @@ Wiring = Callable[[MTPForward], MTPForward]
 WRONG: dict[str, Wiring] = {
     "the hidden state after the final norm": lambda r: replace(r, spec=replace(r.spec, reads_normed=False)),
     "embedding and hidden state swapped": lambda r: replace(r, spec=replace(r.spec, hidden_first=True)),
-    "its norm weights one smaller": lambda r: shifted(r, 1.0),
-    "its norm weights one larger": lambda r: shifted(r, -1.0),
+    "its norm weights one smaller": lambda r: with_norms_shifted(r, 1.0),
+    "its norm weights one larger": lambda r: with_norms_shifted(r, -1.0),
 }
 
 kinds = pytest.mark.parametrize("kind", list(KINDS))
@@ -71,8 +72,8 @@ def rewired(kind: str, wiring: Wiring) -> ChainDrafter:
     return ChainDrafter("mtp", rows, target_layer_ids, engine.target, engine.drafter.head)
 
 
-def measure(target: Target, drafter: ChainDrafter, tokens: list[int]) -> Measured:
-    return measure_wirings(target, other_wirings(drafter, target.num_layers), tokens)
+def measure(target: Target, drafter: ChainDrafter, tokens: list[int]) -> tuple[Hits, list[Found]]:
+    return measure_at_load(target, drafter, variants(drafter, target), tokens)
 
 
 def tokens(text: str) -> list[int]:
@@ -82,9 +83,9 @@ def tokens(text: str) -> list[int]:
 @kinds
 def test_drafts_are_right_about_half_of_the_time(kind: str) -> None:
     target, drafter = loaded(kind)[0].target, rewired(kind, lambda r: r)
-    hits = np.concatenate([measure(target, drafter, tokens(text)).declared for text in TEXTS])
+    hits = np.concatenate([measure(target, drafter, tokens(text))[0].right for text in TEXTS])
     assert 0.4 < hits.mean() < 0.8
-    assert len(hits) > 500
+    assert hits.size > 500
 
 
 @cache
@@ -109,35 +110,35 @@ def test_every_wrong_wiring_lowers_acceptance(wrong: str, kind: str) -> None:
     assert decoded(kind, wrong)[0] < length
     measured = [measure(engine.target, drafter, tokens(text)) for text in TEXTS]
     # Seen from the wrong wiring, the right one is the one that differs by ``wrong``.
-    gain = [int(m.others[wrong].sum()) - int(m.declared.sum()) for m in measured]
-    assert sum(gain) > 0.05 * sum(len(m.declared) for m in measured)
+    found = [next(each.hits for each in others if each.contract.name == wrong) for _, others in measured]
+    gain = [
+        int(hits.right.sum()) - int(declared.right.sum())
+        for hits, (declared, _) in zip(found, measured, strict=True)
+    ]
+    assert sum(gain) > 0.05 * sum(declared.right.size for declared, _ in measured)
 
 
 @kinds
 def test_the_right_wiring_is_left_alone(kind: str) -> None:
     for text in TEXTS:
         found = measure(loaded(kind)[0].target, rewired(kind, lambda r: r), tokens(text))
-        assert better_wiring(found, "head") is None
+        assert better_at_load(*found, "head") is None
 
 
 @kinds
 @pytest.mark.parametrize("wrong", list(WRONG))
 def test_a_wrong_wiring_is_named(wrong: str, kind: str) -> None:
     target, drafter = loaded(kind)[0].target, rewired(kind, WRONG[wrong])
-    found = [better_wiring(measure(target, drafter, tokens(text)), "the head") for text in TEXTS]
+    found = [better_at_load(*measure(target, drafter, tokens(text)), "the head") for text in TEXTS]
     named = [sentence for sentence in found if sentence is not None]
     assert named and all(sentence.startswith("the head: ") and wrong in sentence for sentence in named)
 
 
 def test_only_a_clear_gain_counts() -> None:
-    base = np.arange(200) % 2 == 0
-    few, many = base.copy(), base.copy()
-    few[1:8:2] = True
-    many[1:60:2] = True
-    assert Measured(base, {"few": few}).better() is None
-    assert Measured(base, {"few": few, "many": many}).better() == "many"
-    # As many lost as won: nothing is better.
-    assert Measured(base, {"other": ~base}).better() is None
+    few, many, lost = np.zeros(200), np.zeros(200), np.ones(200)
+    few[:4], many[:30] = 1.0, 1.0
+    lost[::2] = -1.0
+    assert [is_gain(gains) for gains in (few, many, lost, -many, many[:1])] == [False, True, False, False, False]
 
 
 def stored(kind: str) -> Tensors:

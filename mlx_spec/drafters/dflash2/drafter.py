@@ -3,6 +3,7 @@
 Sources: Z Lab's ``dflash`` 0.1.0 and its published checkpoints.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,11 +19,15 @@ from mlx_spec.drafters.dflash2.selector import Candidates, Walked, walk
 from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, ContextPages, context_pool, packed, unpacked
+from mlx_spec.drafters.stages import Record, record_stages
 from mlx_spec.drafters.tree import Tree
 from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.linears import module_rows
+
+# Stages whose rows do not lie in blocks.
+ROWS = (".q", ".k", ".v", ".attended")
 
 
 class Drafted(NamedTuple):
@@ -73,6 +78,28 @@ class DFlash2Drafter:
         )
         self._graphs = Graphs()
 
+    def changed(self, config: DFlash2Config, model: DraftModel) -> "DFlash2Drafter":
+        """Return the same drafter with another configuration and model.
+
+        Of the configuration count the layers that it reads, visibility, the mask token and the output multiplier.
+        model: its modules become views of joined weights.
+        """
+        other = copy.copy(self)
+        other.config, other.model, other.target_layer_ids = config, model, config.target_layer_ids
+        other.mask = self._embed(mx.array([config.mask_token_id]))
+        other.forward, other.writer, other._graphs = BlockForward.of(model, config), ContextWriter(model), Graphs()
+        return other
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The tokens [N] that draft logits are of; None for all, in order."""
+        return self._ids
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its linear maps are quantised."""
+        return self.forward.layers[0].attention.output.quantization is not None
+
     def open(self, position: int = 0) -> BlockState:
         """Return the state for a sequence whose context begins at ``position``."""
         return BlockState(ContextKV(self.pool, self.config.context_window, position))
@@ -98,13 +125,28 @@ class DFlash2Drafter:
 
         Raises RequestError for a count outside 1 to ``max_draft``.
         """
+        return self._propose(requests, None)
+
+    def observe(self, requests: Sequence[DraftRequest], record: Record) -> list[Draft]:
+        """Do what ``propose`` does, and record every stage; those of layer l begin with ``layers.l``.
+
+        The rows of all blocks lie side by side.
+        """
+
+        def flat(stage: str, value: mx.array) -> None:
+            of_blocks = not stage.startswith("ctx_") and not stage.endswith(ROWS)
+            record(stage, value.flatten(0, 1) if of_blocks else value)
+
+        return self._propose(requests, flat)
+
+    def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
             self._check(request.count)
         most = max((request.count for request in requests), default=0)
         if not most:
             return []
         states, rules = [request.state for request in requests], [request.rule for request in requests]
-        self.writer.write(states)
+        self.writer.write(states, record)
         positions = [state.position for state in states]
         numbers = packed([state.context for state in states], [request.anchor for request in requests], positions)
         noises = [
@@ -112,7 +154,8 @@ class DFlash2Drafter:
             for rule, position in zip(rules, positions, strict=True)
         ]
         ways = tuple(rule.way for rule in rules)
-        graph = self._graphs.of((most, ways), partial(self._pass, most, rules))
+        drafting = partial(self._pass, most, rules, record)
+        graph = drafting if record is not None else self._graphs.of((most, ways), drafting)
         drafted = Drafted(*graph(numbers, self.pool.data, noises))
         return [drafted.of(n, request.count) for n, request in enumerate(requests)]
 
@@ -175,6 +218,7 @@ class DFlash2Drafter:
         self,
         count: int,
         rules: Sequence[DraftRule],
+        record: Record | None,
         numbers: mx.array,
         pool: mx.array,
         noises: Sequence[mx.array | None],
@@ -182,12 +226,13 @@ class DFlash2Drafter:
         """Draft ``count`` tokens for N sequences.
 
         rules: of these; only what ``way`` tells apart is read.
+        record: takes the stages of the pass, where one is given, which is not compiled then.
         numbers: see ``packed``: anchors, their positions, and the contexts.
         pool: see ``PagePool.data``.
         noises: of the rules, see ``DraftRule.noise``.
         """
         (anchors, positions), pages = unpacked(numbers, len(rules), 2)
-        return self._draft(count, rules, anchors, positions, pages, pool, noises)
+        return self._draft(count, rules, anchors, positions, pages, pool, noises, record)
 
     def _draft(
         self,
@@ -198,8 +243,9 @@ class DFlash2Drafter:
         pages: ContextPages,
         pool: mx.array,
         noises: Sequence[mx.array | None],
+        record: Record | None = None,
     ) -> Drafted:
-        hidden = self._block(anchors, positions, pages, pool, count + 1)[:, 1:]
+        hidden = self._block(anchors, positions, pages, pool, count + 1, record)[:, 1:]
         logits = self._head(hidden)
         unary, ids, are_finite = topk_rows(logits, self.config.selector_top_k)
         ids = ids if self._ids is None else self._ids[ids]
@@ -208,6 +254,9 @@ class DFlash2Drafter:
         if selector is not None:
             gates = module_rows(hidden, selector.hidden_projection).astype(mx.float32)
         candidates = Candidates(ids, self._transform(unary).astype(mx.float32), gates)
+        record_stages(record, hidden=hidden, logits=logits)
+        if selector is not None:
+            record_stages(record, hidden_projection=gates)
         # Of several sequences each has its own flags.
         of_logits = are_finite[None] if len(rules) == 1 else finite_blocks(logits)
         finite = {"block forward": finite_blocks(hidden), "draft logits": of_logits}
@@ -236,13 +285,19 @@ class DFlash2Drafter:
         return self._block(tokens, positions, pages, self.pool.data, rows)
 
     def _block(
-        self, anchors: mx.array, positions: mx.array, pages: ContextPages, pool: mx.array, rows: int
+        self,
+        anchors: mx.array,
+        positions: mx.array,
+        pages: ContextPages,
+        pool: mx.array,
+        rows: int,
+        record: Record | None = None,
     ) -> mx.array:
         embedded = self._embed(anchors)[:, None]
         masks = mx.broadcast_to(self.mask, (anchors.size, rows - 1, self.mask.shape[-1]))
         scale = self.model.embedding_scale
         x = mx.concatenate([embedded, masks], axis=1)
-        x = x if scale == 1.0 else x * scale
+        scaled = x if scale == 1.0 else x * scale
         cached = Cached(pages.pages, pages.lengths, (rows,) * anchors.size)
 
         def attend(layer: BlockLayer, queries: mx.array, keys_values: mx.array) -> mx.array:
@@ -259,7 +314,8 @@ class DFlash2Drafter:
             )
 
         of_rows = positions[:, None] + mx.arange(rows, dtype=mx.int32)
-        return self.forward(x, of_rows.flatten(), attend)
+        record_stages(record, embedded=x, positions=of_rows)
+        return self.forward(scaled, of_rows.flatten(), attend, record)
 
     def _transform(self, unary: mx.array) -> mx.array:
         unary = unary * self.config.output_multiplier

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels import Linear, dynamic_conv, linear_rows
+from metal_kernels import Linear, dynamic_conv, kv_sides, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftLayer, DraftModel, GroupedDynamicCausalConv
 from mlx_spec.drafters.dflash2.config import DFlash2Config
+from mlx_spec.drafters.stages import Record, record_feed_forward, record_stages, within
 from mlx_spec.target.families import dense
 from mlx_spec.target.layers import Attention, Norm
 from mlx_spec.target.linears import joined_linears, linear_of
@@ -77,25 +78,42 @@ class BlockLayer:
             norms[0], attention_conv, attention, not config.causal[index], norms[1], mlp_conv, dense(layer.mlp)
         )
 
-    def __call__(self, x: mx.array, positions: mx.array, attend: Attend) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, attend: Attend, record: Record | None = None) -> mx.array:
         """Run blocks [N, B, hidden] at ``positions`` [N * B] int32."""
+        of_attention, of_mlp = within("attention", record), within("mlp", record)
 
         def attention(y: mx.array, residual: mx.array | None) -> mx.array:
             projected, queries, keys_values = self.attention.project(y.flatten(0, 1), positions)
             attended = attend(self, queries, keys_values)
+            if of_attention is not None:
+                keys, values = kv_sides(keys_values)
+                record_stages(of_attention, q=queries, k=keys, v=values, attended=attended)
             flat = None if residual is None else residual.flatten(0, 1)
             return self.attention.finish(projected, attended, flat).reshape(x.shape)
 
-        x = around(self.attention_conv, attention, self.input_norm(x), x)
-        return around(self.mlp_conv, self.feed_forward, self.post_norm(x), x)
+        def feed_forward(y: mx.array, residual: mx.array | None) -> mx.array:
+            record_feed_forward(of_mlp, self.feed_forward, y)
+            return self.feed_forward(y, residual)
+
+        x = around(self.attention_conv, attention, self.input_norm(x), x, of_attention)
+        return around(self.mlp_conv, feed_forward, self.post_norm(x), x, of_mlp)
 
 
-def around(conv: Convolution | None, sublayer: Sublayer, x: mx.array, residual: mx.array) -> mx.array:
+def around(
+    conv: Convolution | None, sublayer: Sublayer, x: mx.array, residual: mx.array, record: Record | None = None
+) -> mx.array:
     """Run a sublayer between the two sides of its convolution, if it has one, and add the residual."""
+    record_stages(record, x=residual, normed=x)
     if conv is None:
-        return sublayer(x, residual)
+        y = sublayer(x, residual)
+        record_stages(record, y=y)
+        return y
     prepared, kernels = conv.prepare(x)
-    return conv.finish(sublayer(prepared, None), kernels, residual)
+    record_stages(record, coefficients=kernels, conv_before=prepared)
+    out = sublayer(prepared, None)
+    finished = conv.finish(out, kernels, residual)
+    record_stages(record, out=out, conv_after=finished)
+    return finished
 
 
 @dataclass(frozen=True)
@@ -111,13 +129,13 @@ class BlockForward:
         layers = tuple(BlockLayer.of(layer, i, model, config) for i, layer in enumerate(model.layers))
         return BlockForward(layers, Norm.of(model.norm))
 
-    def __call__(self, x: mx.array, positions: mx.array, attend: Attend) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, attend: Attend, record: Record | None = None) -> mx.array:
         """Run blocks of rows and return the final-normed hidden states [N, B, H].
 
         x: [N, B, H], the scaled embeddings, the anchors' first.
         positions: [N * B] int32, of the rows.
         attend: brings context and visibility.
         """
-        for layer in self.layers:
-            x = layer(x, positions, attend)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, positions, attend, within(f"layers.{index}", record))
         return self.norm(x)

@@ -3,6 +3,8 @@
 from mlx_spec.drafters.dflash2.config import is_dflash2
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.load import load_dflash2
+from mlx_spec.drafters.dflash2.reference import formulas
+from mlx_spec.drafters.dflash2.variants import variants
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
 from mlx_spec.target import Target
 
@@ -21,4 +23,6 @@ KIND = Kind(
     # The last that is asked: what no other kind takes is read as one, and refused with the reason.
     matches=lambda source, target_layers: True,
     load=load,
+    variants=variants,
+    formulas=formulas,
 )

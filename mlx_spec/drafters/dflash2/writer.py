@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -9,9 +10,10 @@ import mlx.core as mx
 from metal_kernels import MAX_VERIFY_ROWS, context_kv, linear_rows
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.kv import ContextKV, append_to
+from mlx_spec.drafters.stages import Record, record_stages
 from mlx_spec.errors import PositionError
-from mlx_spec.target.graphs import Graphs
-from mlx_spec.target.linears import joined_linears
+from mlx_spec.target.graphs import Graph, Graphs
+from mlx_spec.target.linears import joined_linears, module_rows
 
 
 @dataclass
@@ -41,6 +43,10 @@ class BlockState:
     def fork(self) -> "BlockState":
         """Return an independent copy."""
         return BlockState(self.context.fork(), list(self.waiting))
+
+    def moved(self, by: int) -> "BlockState":
+        """Return a copy whose waiting rows, and rows to come, have positions that are larger by ``by``."""
+        return BlockState(self.context.moved(by), list(self.waiting))
 
     def free(self) -> None:
         """Give the pages of the context back."""
@@ -100,7 +106,7 @@ class ContextWriter:
         self.rope = model.rope
         self._graphs = Graphs()
 
-    def write(self, states: Sequence[BlockState]) -> None:
+    def write(self, states: Sequence[BlockState], record: Record | None = None) -> None:
         """Write what waits, but for rows that the window would drop at once: these are not computed."""
         due = [state for state in states if not state.settle()]
         if not due:
@@ -113,7 +119,9 @@ class ContextWriter:
             mx.arange(at, at + rows.shape[0], dtype=mx.int32) for at, rows in zip(starts, features, strict=True)
         ]
         ends = list(accumulate(rows.shape[0] for rows in features))
-        project = self._graphs.of((), self.project) if ends[-1] <= MAX_VERIFY_ROWS else self.project
+        project: Graph = self.project if record is None else partial(self.project, record=record)
+        if record is None and ends[-1] <= MAX_VERIFY_ROWS:
+            project = self._graphs.of((), project)
         if len(due) == 1:
             written = [project(features[0], positions[0])]
         else:
@@ -130,12 +138,17 @@ class ContextWriter:
         if skipped:
             context.start_at(context.cursor + skipped, capture=context.cursor)
 
-    def project(self, features: mx.array, positions: mx.array) -> mx.array:
+    def project(self, features: mx.array, positions: mx.array, record: Record | None = None) -> mx.array:
         """Return context keys and values [n, layers, 2, KV, D].
 
         features: [n, T * H], in the target's floating type.
         positions: [n] int32.
         """
         count, layers = features.shape[0], len(self.model.layers)
-        projected = linear_rows(self.model.context(features), self.linears).reshape(count, layers, 2, -1)
-        return context_kv(projected, self.norms, positions, self.rope, eps=self.eps)
+        fused = self.model.context(features)
+        projected = linear_rows(fused, self.linears).reshape(count, layers, 2, -1)
+        written = context_kv(projected, self.norms, positions, self.rope, eps=self.eps)
+        if record is not None:
+            record_stages(record, ctx_combined=module_rows(features, self.model.fc), ctx_normed=fused)
+        record_stages(record, ctx_keys_values=written, ctx_positions=positions)
+        return written

@@ -25,6 +25,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from metal_kernels import Linear, linear_rows
 from mlx_spec.drafters.chain import AttentionInputs
 from mlx_spec.drafters.eagle.spec import EagleSpec, HeadConfig
+from mlx_spec.drafters.stages import Record, record_feed_forward, record_stages
 from mlx_spec.errors import UnsupportedModel
 from mlx_spec.target.families import FeedForward, dense
 from mlx_spec.target.layers import Attention, Norm
@@ -161,7 +162,9 @@ class EagleForward:
             )
         return aux_hidden_states if self.fc is None else linear_rows(aux_hidden_states, self.fc)
 
-    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
+    def pre_attention(
+        self, embedded: mx.array, hidden: mx.array, positions: mx.array, record: Record | None = None
+    ) -> AttentionInputs:
         """Run rows up to attention.
 
         embedded: [R, H], of the tokens after the rows.
@@ -175,9 +178,14 @@ class EagleForward:
             normed = self.hidden_norm(hidden)
             x = mx.concatenate([self.embedding_norm(embedded), normed], axis=-1)
             residual = normed if self.spec.norm_before_residual else hidden
-        return AttentionInputs(residual, *self.attention.project(x, positions))
+        inputs = AttentionInputs(residual, *self.attention.project(x, positions))
+        record_stages(record, x=residual, normed=x, q=inputs.queries)
+        record_stages(record, k=inputs.keys_values[0], v=inputs.keys_values[1])
+        return inputs
 
-    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+    def post_attention(
+        self, inputs: AttentionInputs, attended: mx.array, record: Record | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Finish rows after attention.
 
         inputs: of the rows.
@@ -185,7 +193,11 @@ class EagleForward:
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
         x = self.attention.finish(inputs.projected, attended, inputs.residual)
-        x = self.feed_forward(self.post_norm(x), x)
+        post_normed = self.post_norm(x)
+        record_stages(record, out=x, post_normed=post_normed)
+        record_feed_forward(record, self.feed_forward, post_normed)
+        x = self.feed_forward(post_normed, x)
+        record_stages(record, y=x)
         normed = x if self.norm is None else self.norm(x)
         return normed, normed if self.spec.norm_output else x
 

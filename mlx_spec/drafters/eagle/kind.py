@@ -2,8 +2,9 @@
 
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.eagle.load import load_eagle
+from mlx_spec.drafters.eagle.reference import formulas
 from mlx_spec.drafters.eagle.spec import is_eagle
-from mlx_spec.drafters.eagle.wirings import other_wirings
+from mlx_spec.drafters.eagle.variants import variants
 from mlx_spec.drafters.kind import GROUP_SIZE, DrafterOptions, DrafterSource, Kind
 from mlx_spec.target import Target
 
@@ -29,5 +30,6 @@ KIND = Kind(
     claims=is_eagle,
     matches=lambda source, target_layers: is_eagle(source.config, source.tensors),
     load=load,
-    other_wirings=other_wirings,
+    variants=variants,
+    formulas=formulas,
 )

@@ -19,6 +19,7 @@ from mlx_lm.utils import _get_classes
 from metal_kernels import Linear, linear_rows
 from mlx_spec.drafters.chain import AttentionInputs
 from mlx_spec.drafters.mtp.spec import MTPSpec
+from mlx_spec.drafters.stages import Record, record_feed_forward, record_stages
 from mlx_spec.target.families import Family, FeedForward
 from mlx_spec.target.layers import Attention, Layer, Norm
 from mlx_spec.target.linears import linear_of
@@ -98,7 +99,9 @@ class MTPForward:
         """Return the target's hidden states [R, H] as they are."""
         return aux_hidden_states
 
-    def pre_attention(self, embedded: mx.array, hidden: mx.array, positions: mx.array) -> AttentionInputs:
+    def pre_attention(
+        self, embedded: mx.array, hidden: mx.array, positions: mx.array, record: Record | None = None
+    ) -> AttentionInputs:
         """Run rows up to attention.
 
         embedded: [R, H], of the tokens after the rows.
@@ -109,9 +112,15 @@ class MTPForward:
         if self.spec.hidden_first:
             parts.reverse()
         fused = linear_rows(mx.concatenate(parts, axis=-1), self.fc)
-        return AttentionInputs(fused, *self.attention.project(self.input_norm(fused), positions))
+        normed = self.input_norm(fused)
+        inputs = AttentionInputs(fused, *self.attention.project(normed, positions))
+        record_stages(record, x=fused, normed=normed, q=inputs.queries)
+        record_stages(record, k=inputs.keys_values[0], v=inputs.keys_values[1])
+        return inputs
 
-    def post_attention(self, inputs: AttentionInputs, attended: mx.array) -> tuple[mx.array, mx.array]:
+    def post_attention(
+        self, inputs: AttentionInputs, attended: mx.array, record: Record | None = None
+    ) -> tuple[mx.array, mx.array]:
         """Finish rows after attention.
 
         inputs: of the rows.
@@ -119,6 +128,10 @@ class MTPForward:
         Returns what the output head reads and the hidden state for the next row of a chain, both [R, H].
         """
         x = self.attention.finish(inputs.projected, attended, inputs.residual)
-        x = self.feed_forward(self.post_norm(x), x)
+        post_normed = self.post_norm(x)
+        record_stages(record, out=x, post_normed=post_normed)
+        record_feed_forward(record, self.feed_forward, post_normed)
+        x = self.feed_forward(post_normed, x)
+        record_stages(record, y=x)
         normed = self.norm(x)
         return normed, normed if self.spec.recycles_normed else x

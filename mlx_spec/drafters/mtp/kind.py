@@ -6,9 +6,10 @@ from typing import Any
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource, Kind
 from mlx_spec.drafters.mtp.load import load_mtp, quantization_of
+from mlx_spec.drafters.mtp.reference import formulas
 from mlx_spec.drafters.mtp.source import indexed_files, is_mtp, is_mtp_config
 from mlx_spec.drafters.mtp.spec import spec_of
-from mlx_spec.drafters.mtp.wirings import other_wirings
+from mlx_spec.drafters.mtp.variants import variants
 from mlx_spec.target import Target
 from mlx_spec.target.families import num_layers_of
 
@@ -39,6 +40,7 @@ KIND = Kind(
     matches=lambda source, target_layers: is_mtp(source.place, source.config, target_layers, source.name),
     load=load,
     indexed_files=files,
-    other_wirings=other_wirings,
+    variants=variants,
+    formulas=formulas,
     lies_in_model=True,
 )
