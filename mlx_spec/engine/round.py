@@ -159,8 +159,8 @@ def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> lis
     def of_share(share: Share) -> Drafted:
         generation = share.generation
         found = with_forced(checked(drafts.get(generation, nothing_drafted()), share.max_rows), share.forced)
-        # Several generations need the rows.
-        if len(shares) == 1:
+        # Several generations need the rows, and beside a forced token nothing else may come.
+        if len(shares) == 1 and not share.forced:
             siblings = generation.policy.siblings(len(found.tree.chain) - 1)
             found = with_siblings(found, siblings)
         return Drafted(generation, found, generation.drafter_state is not None and not share.forced)

@@ -12,6 +12,8 @@ from mlx_spec.server.settings import Settings
 
 # The page asks for the key itself; who watches over the server's health need not have it.
 OPEN = ("/", "/health")
+# How many times the largest body is read before a client is told that its own is too large.
+DRAINED = 4
 
 
 class Guard:
@@ -74,20 +76,24 @@ class Guard:
         return True
 
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> Message:
-        """Return the whole body in one message. Raises ApiError where it is too large."""
-        limit, chunks, size = self._settings.max_body_bytes, [], 0
+        """Return the whole body in one message. Raises ApiError where it is too large.
+
+        A little of what is too much is read on: a client that is still sending might not see the answer.
+        """
+        limit, chunks, size, is_over = self._settings.max_body_bytes, list[bytes](), 0, False
         length = headers.get("content-length", "0")
-        is_large = length.isdecimal() and int(length) > limit
-        while not is_large:
+        is_huge = length.isdecimal() and int(length) > DRAINED * limit
+        while not is_over and not is_huge:
             message = await receive()
             if message["type"] != "http.request":
                 return message
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            is_large = size > limit
-            if not is_large and not message.get("more_body", False):
-                return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-        raise ApiError(413, f"The body is larger than {limit} bytes.", headers={"Connection": "close"})
+            size += len(message.get("body", b""))
+            if size <= limit:
+                chunks.append(message.get("body", b""))
+            is_over, is_huge = not message.get("more_body", False), size > DRAINED * limit
+        if is_huge or size > limit:
+            raise ApiError(413, f"The body is larger than {limit} bytes.", headers={"Connection": "close"})
+        return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
 
 
 def host_of(header: str) -> str:

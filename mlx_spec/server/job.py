@@ -23,14 +23,12 @@ class Finished:
     reason: "stop" or "length".
     statistics: of its generation; they change no more.
     first_token_seconds: from the request to its first token.
-    text: that was held back and belongs to no token's response.
     """
 
     index: int
     reason: str
     statistics: Statistics
     first_token_seconds: float
-    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mlx_spec.server.body import (
 from mlx_spec.server.chat import ChatRequest
 from mlx_spec.server.errors import bad_request
 from mlx_spec.server.reply import Part
-from mlx_spec.server.run import End, Piece, Run, speculation, usage
+from mlx_spec.server.run import End, Piece, Run, speculation, text_tokens, usage
 from mlx_spec.server.token_text import token_bytes
 from mlx_spec.server.tools import Message, Tool
 
@@ -271,9 +271,8 @@ class ChatWriter:
         return data({**self._chunk_head(), "choices": [choice], **more})
 
     def _logprobs(self, tokens: Sequence[GenerationResponse]) -> list[Json]:
-        tokenizer = self._run.prepared.tokenizer
-        ends = self._run.prepared.request.eos_token_ids
-        return [token_logprob(tokenizer, token) for token in tokens if token.token not in ends]
+        prepared = self._run.prepared
+        return [token_logprob(prepared.tokenizer, *each) for each in text_tokens(prepared, tokens)]
 
 
 class Choice:
@@ -329,13 +328,12 @@ def delta_of(part: Part) -> Json:
     return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
 
-def token_logprob(tokenizer: Any, response: GenerationResponse) -> Json:
+def token_logprob(tokenizer: Any, token: int, response: GenerationResponse) -> Json:
     """Return a token with its log-probability, and the likeliest ones."""
-    assert response.token is not None
 
     def entry(token: int, logprob: float) -> Json:
         raw = token_bytes(tokenizer, token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
     top = [entry(*each) for each in response.top_logprobs]
-    return {**entry(response.token, response.logprob or 0.0), "top_logprobs": top}
+    return {**entry(token, response.logprob or 0.0), "top_logprobs": top}

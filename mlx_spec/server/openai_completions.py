@@ -24,7 +24,7 @@ from mlx_spec.server.body import (
 from mlx_spec.server.chat import ChatRequest
 from mlx_spec.server.errors import bad_request
 from mlx_spec.server.openai_chat import StreamOptions
-from mlx_spec.server.run import End, Piece, Run, speculation, usage
+from mlx_spec.server.run import End, Piece, Run, speculation, text_tokens, usage
 from mlx_spec.server.token_text import token_bytes
 
 Ids = list[Annotated[int, Field(ge=0)]]
@@ -157,15 +157,12 @@ class CompletionWriter:
 
     def _logprobs(self, index: int, tokens: Sequence[GenerationResponse]) -> Json:
         prepared = self._runs[index // self._body.n].prepared
-        shown = [token for token in tokens if token.token not in prepared.request.eos_token_ids]
+        shown = text_tokens(prepared, tokens)
 
         def name(token: int) -> str:
             return token_bytes(prepared.tokenizer, token).decode("utf-8", "replace")
 
-        names, offset = (
-            [name(token.token) for token in shown if token.token is not None],
-            self._offsets.get(index, 0),
-        )
+        names, offset = [name(token) for token, _ in shown], self._offsets.get(index, 0)
         offsets = []
         for each in names:
             offsets.append(offset)
@@ -173,7 +170,7 @@ class CompletionWriter:
         self._offsets[index] = offset
         return {
             "tokens": names,
-            "token_logprobs": [token.logprob for token in shown],
-            "top_logprobs": [{name(id): logprob for id, logprob in token.top_logprobs} for token in shown],
+            "token_logprobs": [each.logprob for _, each in shown],
+            "top_logprobs": [{name(id): logprob for id, logprob in each.top_logprobs} for _, each in shown],
             "text_offset": offsets,
         }

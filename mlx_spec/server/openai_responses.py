@@ -28,7 +28,7 @@ from mlx_spec.server.chat import ChatRequest
 from mlx_spec.server.errors import ApiError, bad_request, openai_error
 from mlx_spec.server.openai_chat import EFFORTS, token_logprob
 from mlx_spec.server.reply import Part
-from mlx_spec.server.run import Piece, Run, speculation, usage
+from mlx_spec.server.run import Piece, Run, speculation, text_tokens, usage
 from mlx_spec.server.tools import Message, Tool
 
 # Between the name of a namespace and that of a function in it.
@@ -281,9 +281,9 @@ class ResponseWriter:
                 self._is_cut = each.reason == "length"
                 continue
             if self._body.has_logprobs:
-                ends = self._run.prepared.request.eos_token_ids
-                tokens = [token for token in each.tokens if token.token not in ends]
-                self._logprobs += [token_logprob(self._run.prepared.tokenizer, token) for token in tokens]
+                prepared = self._run.prepared
+                found = text_tokens(prepared, each.tokens)
+                self._logprobs += [token_logprob(prepared.tokenizer, *token) for token in found]
             for part in each.parts:
                 for event in self._take(part):
                     yield event

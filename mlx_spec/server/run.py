@@ -141,7 +141,7 @@ class Run:
 
     async def _end(self, event: Finished) -> AsyncIterator[Piece | End]:
         text = self._texts[event.index]
-        parts = text.parser.add(event.text) + text.parser.finish()
+        parts = text.parser.finish()
         if parts:
             yield Piece(event.index, joined(parts), [], False)
         self._left -= 1
@@ -161,6 +161,14 @@ class Run:
         whole = self.prepared.tokenizer.decode(text.token_ids)
         found = [(at, stop) for stop in self.prepared.stop if stop and (at := whole.find(stop)) >= 0]
         return min(found)[1] if found else None
+
+
+def text_tokens(
+    prepared: Prepared, responses: Sequence[GenerationResponse]
+) -> list[tuple[int, GenerationResponse]]:
+    """Return the tokens that are text, ends left out, each with its response."""
+    ends = prepared.request.eos_token_ids
+    return [(each.token, each) for each in responses if each.token is not None and each.token not in ends]
 
 
 def usage(runs: Sequence[Run]) -> dict[str, Any]:

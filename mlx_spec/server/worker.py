@@ -18,7 +18,7 @@ from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.engine import Engine, Generation, Round
 from mlx_spec.engine.prompt import next_chunk
 from mlx_spec.errors import ContextFull, MlxSpecError
-from mlx_spec.generate import TextStream, end_where_full, responses
+from mlx_spec.generate import end_where_full, responses
 from mlx_spec.server.job import Failed, Finished, Job, Tokens
 from mlx_spec.server.prefix_store import PrefixStore
 from mlx_spec.target.pages import PAGE_SLOTS
@@ -323,21 +323,18 @@ class Worker:
         """Hand over what a round brought a text."""
         job.progress = (generation.sequence.length, len(job.request.prompt))
         index = job.generations.index(generation)
-        text, rest = job.texts[index], ""
         if done.error is not None and self._is_fatal(done.error):
             self._fail(engine, job, done.error)
             return
-        if done.tokens:
+        if found := list(responses(generation, done, job.texts[index], index)):
             job.first_token = job.first_token or time.monotonic()
             self.counts.generated_tokens += len(done.tokens)
-            job.deliver(Tokens(index, list(responses(generation, done, text, index))))
-        elif generation.finish_reason is not None:
-            rest = held_back(text)
+            job.deliver(Tokens(index, found))
         if generation.finish_reason is not None:
             statistics = generation.statistics
             statistics.depth_reason = generation.policy.reason if engine.drafter else ""
             seconds = (job.first_token or time.monotonic()) - job.started
-            finished = Finished(index, generation.finish_reason, statistics, seconds, rest)
+            finished = Finished(index, generation.finish_reason, statistics, seconds)
             self._count(finished)
             self._on_end(finished, job)
             job.deliver(finished)
@@ -398,13 +395,6 @@ class Worker:
 def context_of(engine: Engine) -> int:
     """Return the most positions that a prompt and its reply may have together."""
     return min(engine.target.context, engine.target.pool.max_pages * PAGE_SLOTS)
-
-
-def held_back(text: TextStream) -> str:
-    """Release what a text holds back at its end."""
-    shown = text.segments[-1] if text.segments else ""
-    text.finish(stop_token=False)
-    return text.segments[-1].removeprefix(shown) if text.segments else ""
 
 
 def pages_of(job: Job) -> int:

@@ -28,6 +28,7 @@ from mlx_spec import Grammar, Sampling, generate, load, stream_generate
 from mlx_spec.decoding.grammar import Place, Run
 from mlx_spec.drafters.base import Draft
 from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine.costs import Costs
 from mlx_spec.errors import NonFiniteError, RequestError
 
 TESTS = Path(__file__).parent.parent
@@ -195,6 +196,15 @@ def test_forced_tokens_are_drafted_without_a_drafter(sampling: Sampling) -> None
     plain = trained()[0].start(replace(request, num_draft_tokens=0))
     assert len(trained()[0].step(plain).tokens) == 1 and plain.statistics.drafted == []
     trained()[0].close(plain)
+
+
+def test_more_forced_tokens_than_the_drafter_drafts() -> None:
+    """The automatic depth of a drafter knows nothing of drafts so deep, and leaves them without siblings."""
+    target, drafter = trained()[0].target, trained()[0].drafter
+    request = request_of(Grammar.regex("a name of more than seven letters[a-z]{2}"))
+    assert drafter is not None and drafter.max_draft == 7
+    engine = Engine(target, drafter, Costs({1: 10.0, 16: 11.0}, {1: 0.1, 7: 0.2}))
+    assert emitted_by(engine, request) == plainly(request)
 
 
 def test_forced_tokens_of_several_sequences_and_at_the_end_of_the_room() -> None:

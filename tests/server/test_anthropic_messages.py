@@ -19,6 +19,7 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
+ANY: Any = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def text_of(message: anthropic.types.Message) -> str:
@@ -43,7 +44,7 @@ def test_the_reply_is_that_of_chat_completions(claude: anthropic.Anthropic, clie
         {"stop_sequences": ["e", "qqqq"]},
         {"extra_body": {"temperature": 0.8, "top_p": 0.9, "seed": 7, "top_k": 40}},
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
-        {"tools": [TOOL], "tool_choice": {"type": "any"}},
+        {"tools": [TOOL], "tool_choice": ANY, "max_tokens": 100},
         {"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}}},
     ],
     ids=lambda options: ",".join(options),
@@ -52,7 +53,7 @@ def test_the_same_with_and_without_drafts_and_as_a_stream(
     claude: anthropic.Anthropic, options: dict[str, Any]
 ) -> None:
     more = options.get("extra_body", {})
-    options = {**FIELDS, **options, "max_tokens": 100}
+    options = {**FIELDS, **options}
     plain = claude.messages.create(**{**options, "extra_body": {**more, "draft": False}})
     drafted = claude.messages.create(**{**options, "extra_body": {**more, "num_draft_tokens": 3}})
     with claude.messages.stream(**{**options, "extra_body": more}) as stream:

@@ -123,6 +123,7 @@ def test_a_body_that_is_too_large(strict: Served, keyed: openai.OpenAI) -> None:
     connection = http.client.HTTPConnection(urlparse(strict.url).netloc, timeout=60)
     connection.request("POST", "/v1/completions", pieces(), {"x-api-key": "secret"}, encode_chunked=True)
     assert connection.getresponse().status == 413
+    connection.close()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def conversation(client: openai.OpenAI, turns: int) -> tuple[list[str], list[tup
 def test_a_turn_reads_what_is_new(client: openai.OpenAI, served: Served) -> None:
     """All whole chunks of the turn before are cached; cold, the text is the same."""
     clear(served)
-    warm, counts = conversation(client, 4)
+    warm, counts = conversation(client, 3)
     assert counts[0][1] == 0
     for (before, _), (_, cached) in zip(counts, counts[1:], strict=False):
         assert cached == (before - 1) // STEP * STEP > 0
