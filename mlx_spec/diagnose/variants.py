@@ -19,6 +19,8 @@ MAX_TEXT_TOKENS = 256
 DEPTH = 2
 # Standard errors that count at load, where few contracts are measured.
 ERRORS_AT_LOAD = 3.0
+# Where hardly a draft is right under any contract, as with random weights, load names none.
+LEAST_SHARE = 0.05
 # About how many anchors each contract is measured with, and those that may be better.
 SAMPLED, EVERY = 72, 1 << 30
 # Standard errors from which on a contract may be better, and how many of those are measured again.
@@ -235,7 +237,8 @@ def better_at_load(declared: Hits, found: Sequence[Found], name: str) -> str | N
     declared, found: see ``measure_at_load``.
     name: of the drafter.
     """
-    if (best := better_contract(found)) is None:
+    best = better_contract(found)
+    if best is None or best.hits.right.mean() < LEAST_SHARE:
         return None
     share, other = declared.right.mean(), best.hits.right.mean()
     return (

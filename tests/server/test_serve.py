@@ -45,7 +45,14 @@ def command(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
         *flags,
     ]
     environment = {**os.environ, "MLX_SPEC_CACHE": str(folder.parent)}
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # A shell's background commands ignore Ctrl-C, and what they start inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert process.stderr is not None
         lines = []

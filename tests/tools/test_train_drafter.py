@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from choosing import GREEDY
 from mlx import nn
 from mlx.utils import tree_flatten
 from one_draft import block, extend, propose
@@ -78,7 +79,7 @@ def test_the_training_forward_is_the_shipped_forward(tmp_path: Path) -> None:
             alone = block(drafter, state, prefix[-1], count)
             np.testing.assert_allclose(np.array(hidden[n, a, :count]), np.array(alone), atol=2e-4)
             if n == a == 0:
-                draft = propose(drafter, state, prefix[-1], 7, lambda at, ids, s: (ids[mx.argmax(s)], None))
+                draft = propose(drafter, state, prefix[-1], 7, GREEDY)
                 assert draft.tokens.tolist() == paths[0].tolist()
 
 
@@ -120,8 +121,7 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_that_drafts(
         drafter.target_layer_ids,
         on_rows=lambda p, ids: extend(drafter, state, Committed(0, ids, p.aux_hidden_states)),
     )
-    greedy = lambda at, ids, scores: (ids[mx.argmax(scores)], None)  # noqa: E731
-    drafted = propose(drafter, state, int(replies.tokens[20]), 7, greedy).tokens.tolist()
+    drafted = propose(drafter, state, int(replies.tokens[20]), 7, GREEDY).tokens.tolist()
     assert set(drafted) <= set(config["dflash_config"]["draft_token_ids"])
 
 
