@@ -314,7 +314,10 @@ def run_synthetic(args: argparse.Namespace) -> int:
     print(f"{'':<14}{'ms a round':>11}{'tokens a round':>15}{'ms a token':>11}{'tokens/s':>10}  plain text")
     for name, row in arms.items():
         figures = f"{row['round_ms']:>11.2f}{row['tokens_a_round']:>15.2f}{row['token_ms']:>11.2f}"
-        print(f"{name:<14}{figures}{row['tokens_per_second']:>10.1f}  {'equal' if row['equal'] else 'other'}")
+        text = (
+            "equal" if row["equal"] else f"other from token {row['first_difference']} on, margin {row['margin']}"
+        )
+        print(f"{name:<14}{figures}{row['tokens_per_second']:>10.1f}  {text}")
     if args.plot is not None:
         draw(args.plot, {name: row["tokens_per_second"] for name, row in arms.items()}, "tokens/s")
     arguments = {name: str(value) for name, value in vars(args).items()}

@@ -1,5 +1,6 @@
 """Rounds of published shapes with random weights and a drafter of chosen acceptance: what a machine would do."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from mlx_spec.engine import Engine, Request
 from mlx_spec.measure.random_models import random_drafter, random_model
 from mlx_spec.measure.scripted import ScriptedAcceptance
-from mlx_spec.measure.turns import Timed, engine_arm, in_turns, mlx_lm_arm, summary
+from mlx_spec.measure.turns import Timed, engine_arm, first_difference, in_turns, margin, mlx_lm_arm, summary
 from mlx_spec.target import Target
 
 
@@ -40,7 +41,7 @@ class Synthetic:
 def time_synthetic(wanted: Synthetic, turns: int = 3, progress: bool = False) -> dict[str, Any]:
     """Time mlx-lm (of one stream), plain decoding, and each kind of drafter at each depth, in turns.
 
-    Returns the ``summary`` of each arm by its name; ``equal`` says whether its texts are the plain ones.
+    Returns the ``summary`` of each arm by its name; see ``compared`` for its texts.
     """
     model, config = random_model(wanted.shape, wanted.bits, layers=wanted.layers)
     vocabulary = min(config["vocab_size"], 40000)
@@ -68,7 +69,19 @@ def time_synthetic(wanted: Synthetic, turns: int = 3, progress: bool = False) ->
         for depth in sorted({min(depth, drafter.max_draft) for depth in wanted.depths}):
             arms[f"{kind} {depth}"] = partial(engine_arm, engine, requests(depth))
     runs: dict[str, list[Timed]] = in_turns(arms, turns, progress)
-    found = {name: summary(each) for name, each in runs.items()}
-    for name, each in runs.items():
-        found[name]["equal"] = all(run.texts == texts for run in each)
-    return found
+    return {name: summary(each) | compared(target, prompts, texts, each) for name, each in runs.items()}
+
+
+def compared(
+    target: Target, prompts: Sequence[list[int]], plain: Sequence[list[int]], runs: Sequence[Timed]
+) -> dict[str, Any]:
+    """Return whether an arm's texts are the plain ones, and of the first that is not, where and how narrowly.
+
+    That is the number of the first other token, and by how much the target preferred its own token to the second.
+    """
+    for run in runs:
+        for prompt, text, other in zip(prompts, plain, run.texts, strict=True):
+            if (place := first_difference(text, other)) is not None:
+                near = round(margin(target, [*prompt, *text[:place]]), 4)
+                return {"equal": False, "first_difference": place, "margin": near}
+    return {"equal": True}

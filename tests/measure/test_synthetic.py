@@ -14,7 +14,7 @@ from mlx_spec.engine import Engine, Request
 from mlx_spec.measure import random_models
 from mlx_spec.measure.random_models import random_drafter, random_model
 from mlx_spec.measure.scripted import ScriptedAcceptance
-from mlx_spec.measure.synthetic import Synthetic, time_synthetic
+from mlx_spec.measure.synthetic import Synthetic, compared, time_synthetic
 from mlx_spec.measure.turns import Timed, first_difference, margin, summary
 from mlx_spec.target import Target
 
@@ -79,6 +79,16 @@ def test_every_way_is_timed_and_drafting_changes_no_text(streams: int) -> None:
         assert arms[name]["token_ms"] > 0
     assert arms["plain"]["tokens_a_round"] == streams
     assert arms["dflash2 2"]["tokens_a_round"] > 1.5 * streams
+
+
+def test_texts_that_differ_say_where_and_how_narrowly() -> None:
+    target, prompt = tiny_target("llama"), [3, 1, 4, 1, 5]
+    text = plain(target, Request(prompt, 6)).text[len(prompt) :]
+    other = [*text[:3], text[3] + 1, *text[4:]]
+    assert compared(target, [prompt], [text], [Timed(texts=[text])]) == {"equal": True}
+    found = compared(target, [prompt], [text], [Timed(texts=[text]), Timed(texts=[other])])
+    assert (found["equal"], found["first_difference"]) == (False, 3)
+    assert found["margin"] == pytest.approx(margin(target, [*prompt, *text[:3]]), abs=1e-4)
 
 
 def test_a_summary_leaves_the_first_rounds_out() -> None:
