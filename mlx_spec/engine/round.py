@@ -4,6 +4,8 @@ shares   -> draft  -> [Drafted]      lazy
          -> verify -> [Verified]     lazy, then the round's one host synchronisation
          -> accept -> [Accepted]     host numbers
          -> commit -> {generation: Round}
+
+Of a single generation, ``draft_ahead`` queues the next round's draft before the host waits for this one's outcome.
 """
 
 import time
