@@ -8,7 +8,6 @@ passes are real and whose drafts are right with a chosen chance.
 """
 
 import argparse
-import importlib.util
 import json
 import platform
 import subprocess
@@ -27,6 +26,7 @@ from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.cli.command import run_command
 from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT
+from mlx_spec.diagnose.plot import check_plots
 from mlx_spec.engine import Engine, Request
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.errors import RequestError
@@ -288,8 +288,11 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of a checkout, "" elsewhere."""
-    line = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """Return the commit of a checkout; "" for an installed package, which may lie inside another checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    line = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -342,12 +345,6 @@ def check_synthetic(wanted: Synthetic, turns: int) -> None:
         raise RequestError(f"--synthetic-acceptance is a chance from 0 to 1, not {wanted.acceptance}.")
     if wanted.streams > MAX_VERIFY_ROWS:
         raise RequestError(f"--streams takes up to {MAX_VERIFY_ROWS}, the rows of a pass, not {wanted.streams}.")
-
-
-def check_plots() -> None:
-    """Raise RequestError where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("--plot needs matplotlib: pip install 'mlx_spec[plots]'.")
 
 
 def draw(path: Path, rates: dict[str, float], label: str) -> None:
