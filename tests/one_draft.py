@@ -9,6 +9,7 @@ from choosing import rule_of
 from mlx_spec.drafters.base import Committed, Draft, Drafter, DraftRequest
 from mlx_spec.drafters.dflash2.drafter import DFlash2Drafter
 from mlx_spec.drafters.dflash2.writer import BlockState
+from mlx_spec.drafters.kv import packed, unpacked
 
 
 def propose(drafter: Drafter, state: Any, anchor: int, count: int, choose: Any) -> Draft:
@@ -24,7 +25,10 @@ def extend(drafter: Drafter, state: Any, rows: Committed) -> None:
 
 def block(drafter: DFlash2Drafter, state: BlockState, anchor: int, rows: int) -> mx.array:
     """Run the block forward of one sequence: [rows, H]."""
-    return drafter.block([state], [anchor], rows)[0]
+    drafter.writer.write([state])
+    numbers = packed([state.context], [anchor], [state.position])
+    (anchors, positions), pages = unpacked(numbers, 1, 2)
+    return drafter._block(anchors, positions, pages, drafter.pool.data, rows)[0]
 
 
 def written_rows(drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -6,12 +6,14 @@ touches the target's cache and never decides what is accepted.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from mlx_spec.drafters.stages import Record
 from mlx_spec.drafters.tree import Tree, chain_of, tree_of
+from mlx_spec.errors import RequestError
 from mlx_spec.target import PagePool
 
 
@@ -150,9 +152,14 @@ class Unread:
     aux_hidden_states: mx.array
     outcome: mx.array
 
+    @cached_property
+    def became(self) -> "Outcome":
+        """What will have become of the rows, lazily."""
+        return Outcome.of(self.tree, self.outcome)
+
 
 class Outcome(NamedTuple):
-    """What became of a round's k + 1 rows, in the graph.
+    """What became of a round's k + 1 rows, lazily.
 
     path: int32 [k + 1], the accepted rows from the anchor on, then any others; None where these come in order.
     accepted: int32 [1], how many drafts are accepted.
@@ -190,6 +197,21 @@ class Ahead:
 
     draft: Draft
     rows: Any = None
+
+
+def noise_after(accepted: mx.array, noise: mx.array | None, count: int) -> mx.array | None:
+    """Return the noise of the ``count`` positions after accepted rows, of that of all positions which may come.
+
+    accepted: int32 [1], how many drafts are accepted.
+    noise: from the position on that follows when none is; see ``DraftRule.noise``.
+    """
+    return None if noise is None else noise[accepted + mx.arange(count)]
+
+
+def check_count(count: int, most: int) -> None:
+    """Raise RequestError for a count of tokens outside 1 to what a drafter drafts at most."""
+    if not 1 <= count <= most:
+        raise RequestError(f"This drafter drafts 1 to {most} tokens a round, not {count}.")
 
 
 def stacked(rows: Sequence[mx.array | None]) -> mx.array | None:

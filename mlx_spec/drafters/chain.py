@@ -21,16 +21,16 @@ from mlx_spec.drafters.base import (
     Draft,
     DraftRequest,
     DraftRule,
-    Outcome,
     Unread,
+    check_count,
+    noise_after,
     nothing_drafted,
     stacked,
 )
 from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.kv import ContextKV, ContextPages, append_to, context_pool, packed, unpacked
 from mlx_spec.drafters.stages import Record, record_stages, within
-from mlx_spec.drafters.tree import Tree
-from mlx_spec.errors import PositionError, RequestError
+from mlx_spec.errors import PositionError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.layers import Attention
@@ -246,7 +246,7 @@ class ChainDrafter:
 
     def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
-            self._check(request.count)
+            check_count(request.count, self.max_draft)
             request.state.settle()
         ready = [request for request in requests if request.state.hidden.shape[0]]
         drafts = iter(self._chains(ready, record) if ready else [])
@@ -257,58 +257,52 @@ class ChainDrafter:
 
         Keys and values of all of them are written after the context; those of rejected rows are never seen.
         """
-        self._check(count)
+        check_count(count, self.max_draft)
         state.settle()
         if not state.hidden.shape[0]:
             return None
         self._complete_all(state)
-        tree = unread.tree
-        begin = self._graphs.of(("begin ahead", tree), partial(self._enter_ahead, tree))
-        first = mx.array([state.first], dtype=mx.int32)
-        inputs, chosen, rows, hidden = begin(
-            unread.tokens[:1], state.hidden, unread.aux_hidden_states, unread.outcome, first
+        became, most = unread.became, unread.tree.num_rows
+        inputs, chosen, rows, hidden = self._graphs.of("begin ahead", self._enter_ahead)(
+            mx.concatenate([unread.tokens[:1], became.emitted]),
+            state.hidden,
+            became.rows(unread.aux_hidden_states),
+            mx.array([state.first], dtype=mx.int32),
+            became.accepted,
         )
         state.context.write_ahead(rows)
         numbers = packed([state.context], [state.first])
-        noise = rule.noise(unread.position + 2, tree.num_rows - 1 + count, self.candidates)
-        graph = self._graphs.of(("ahead", tree, count, rule.way), partial(self._pass_ahead, tree, count, rule))
-        steps = [Step(*step) for step in graph(inputs, chosen, numbers, self.pool.data, noise, unread.outcome)]
+        noise = rule.noise(unread.position + 2, most - 1 + count, self.candidates)
+        graph = self._graphs.of(("ahead", count, rule.way), partial(self._pass_ahead, count, rule))
+        steps = [Step(*step) for step in graph(inputs, chosen, numbers, self.pool.data, noise, became.accepted)]
         return Ahead(draft_of(steps, 0), hidden)
-
-    def _check(self, count: int) -> None:
-        if not 1 <= count <= self.max_draft:
-            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
 
     def _enter_ahead(
         self,
-        tree: Tree,
-        anchor: mx.array,
+        following: mx.array,
         pending: mx.array,
         aux_hidden_states: mx.array,
-        outcome: mx.array,
         first: mx.array,
+        accepted: mx.array,
     ) -> tuple[AttentionInputs, mx.array, mx.array, mx.array]:
-        """Run the pending row and the rows of a tree up to attention, in the order of the accepted path.
+        """Run the pending row and a round's R rows after it up to attention.
 
-        anchor: int32 [1], the token after the pending row.
-        pending: [1, H], its hidden state.
-        aux_hidden_states: [R, T * H], of the tree's rows.
-        outcome: see ``AcceptRule.accept``.
+        following: int32 [R + 1], the tokens after them.
+        pending: [1, H], the pending row's hidden state.
+        aux_hidden_states: [R, T * H], of the round's rows, the accepted ones first.
         first: int32 [1], position of the pending row.
+        accepted: see ``Outcome``.
         Returns the newest accepted row, its hidden state, the context rows of all rows before the last, and the
         hidden states of all [R + 1, H].
         """
-        became = Outcome.of(tree, outcome)
-        hidden = mx.concatenate([pending, self.forward.features(became.rows(aux_hidden_states))])
-        following = mx.concatenate([anchor, became.emitted])
-        positions = first + mx.arange(tree.num_rows + 1, dtype=mx.int32)
+        hidden = mx.concatenate([pending, self.forward.features(aux_hidden_states)])
+        positions = first + mx.arange(following.size, dtype=mx.int32)
         inputs = self.forward.pre_attention(self.embed(following), hidden, positions)
-        newest = became.accepted + 1
-        return inputs.select(newest), hidden[newest], inputs.context_rows[: tree.num_rows], hidden
+        newest = accepted + 1
+        return inputs.select(newest), hidden[newest], inputs.context_rows[:-1], hidden
 
     def _pass_ahead(
         self,
-        tree: Tree,
         count: int,
         rule: DraftRule,
         inputs: AttentionInputs,
@@ -316,20 +310,18 @@ class ChainDrafter:
         numbers: mx.array,
         pool: mx.array,
         noise: mx.array | None,
-        outcome: mx.array,
+        accepted: mx.array,
     ) -> list["Step"]:
-        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a round.
 
-        numbers: as there, of the context before the tree's rows, with the position of the pending row.
+        numbers: as there, of the context before these rows, with the position of the pending row.
         noise: of all positions that may come.
-        outcome: see ``AcceptRule.accept``.
+        accepted: see ``Outcome``.
         """
         (first,), pages = unpacked(numbers, 1, 1)
-        became = Outcome.of(tree, outcome)
-        after = became.accepted + 1
-        pages = ContextPages(pages.pages, pages.lengths + after)
-        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
-        return self._draft(count, [rule], AttentionInputs(*inputs), hidden, first + after, pages, pool, noises)
+        after, noises = accepted + 1, [noise_after(accepted, noise, count)]
+        inputs = AttentionInputs(*inputs)
+        return self._draft(count, [rule], inputs, hidden, first + after, pages.after(after), pool, noises)
 
     def _chains(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         states, rules = [request.state for request in requests], [request.rule for request in requests]

@@ -160,6 +160,10 @@ class ContextPages(NamedTuple):
     pages: mx.array
     lengths: mx.array
 
+    def after(self, count: mx.array) -> "ContextPages":
+        """Return the same contexts with so many rows more, int32 [S], which lie after them already."""
+        return ContextPages(self.pages, self.lengths + count)
+
 
 def packed(contexts: Sequence[ContextKV], *columns: Sequence[int]) -> mx.array:
     """Put the pages of S contexts, and further columns of S numbers, into one array of int32.

@@ -29,7 +29,7 @@ class DrafterStates:
         self.drafter = drafter
         self.max_states = max_states
         # Where a device computes while the host reads and decides.
-        self.drafts_ahead = is_traceable()
+        self.drafts_ahead = is_traceable() and isinstance(drafter, DraftsAhead)
         # The least recently used first.
         self._used: dict[Generation, None] = {}
 

@@ -11,7 +11,16 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from metal_kernels import MAX_VERIFY_ROWS, Cached, attention_rows, kv_sides, topk_rows
-from mlx_spec.drafters.base import Ahead, Committed, Draft, DraftRequest, DraftRule, Outcome, Unread
+from mlx_spec.drafters.base import (
+    Ahead,
+    Committed,
+    Draft,
+    DraftRequest,
+    DraftRule,
+    Unread,
+    check_count,
+    noise_after,
+)
 from mlx_spec.drafters.dflash2.block import DraftModel
 from mlx_spec.drafters.dflash2.config import DFlash2Config
 from mlx_spec.drafters.dflash2.forward import BlockForward, BlockLayer
@@ -20,8 +29,6 @@ from mlx_spec.drafters.dflash2.writer import BlockState, ContextWriter
 from mlx_spec.drafters.draft_head import logits_of_first
 from mlx_spec.drafters.kv import ContextKV, ContextPages, context_pool, packed, unpacked
 from mlx_spec.drafters.stages import Record, record_stages
-from mlx_spec.drafters.tree import Tree
-from mlx_spec.errors import RequestError
 from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.linears import module_rows
@@ -141,7 +148,7 @@ class DFlash2Drafter:
 
     def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:
         for request in requests:
-            self._check(request.count)
+            check_count(request.count, self.max_draft)
         most = max((request.count for request in requests), default=0)
         if not most:
             return []
@@ -164,55 +171,35 @@ class DFlash2Drafter:
 
         Keys and values of all of them are written after the context; those of rejected rows are never seen.
         """
-        self._check(count)
+        check_count(count, self.max_draft)
         self.writer.write([state])
-        features, most = unread.aux_hidden_states, unread.tree.num_rows
-        first = mx.array([state.position], dtype=mx.int32)
-        write = self._graphs.of(("ahead", unread.tree), partial(self._project_ahead, unread.tree))
-        state.context.write_ahead(write(features, first, unread.outcome))
+        became, most = unread.became, unread.tree.num_rows
+        self.writer.write_ahead(state, became.rows(unread.aux_hidden_states))
         numbers = packed([state.context], [0], [state.position])
         noise = rule.noise(state.position + 2, most - 1 + count, self.config.selector_top_k)
-        graph = self._graphs.of(
-            (unread.tree, count, rule.way), partial(self._pass_ahead, unread.tree, count, rule)
-        )
-        return Ahead(Drafted(*graph(numbers, self.pool.data, noise, unread.outcome)).of(0, count))
-
-    def _check(self, count: int) -> None:
-        if not 1 <= count <= self.max_draft:
-            raise RequestError(f"This drafter drafts 1 to {self.max_draft} tokens a round, not {count}.")
-
-    def _project_ahead(self, tree: Tree, features: mx.array, first: mx.array, outcome: mx.array) -> mx.array:
-        """Return context rows of the rows of a tree, in the order of the accepted path.
-
-        features: [R, T * H].
-        first: int32 [1], position of the anchor.
-        outcome: see ``AcceptRule.accept``.
-        """
-        positions = first + mx.arange(tree.num_rows, dtype=mx.int32)
-        return self.writer.project(Outcome.of(tree, outcome).rows(features), positions)
+        graph = self._graphs.of(("ahead", count, rule.way), partial(self._pass_ahead, count, rule))
+        drafted = graph(numbers, self.pool.data, noise, became.accepted, became.following)
+        return Ahead(Drafted(*drafted).of(0, count))
 
     def _pass_ahead(
         self,
-        tree: Tree,
         count: int,
         rule: DraftRule,
         numbers: mx.array,
         pool: mx.array,
         noise: mx.array | None,
-        outcome: mx.array,
+        accepted: mx.array,
+        following: mx.array,
     ) -> Drafted:
-        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a tree.
+        """Draft as ``_pass`` does, for one sequence, after the accepted rows of a round.
 
-        numbers: as there, of the context before the tree's rows, with its anchor's position.
+        numbers: as there, of the context before these rows, with their anchor's position.
         noise: of all positions that may come.
-        outcome: see ``AcceptRule.accept``.
+        accepted, following: see ``Outcome``.
         """
         (_, positions), pages = unpacked(numbers, 1, 2)
-        became = Outcome.of(tree, outcome)
-        after = became.accepted + 1
-        pages = ContextPages(pages.pages, pages.lengths + after)
-        noises = [None if noise is None else noise[became.accepted + mx.arange(count)]]
-        return self._draft(count, [rule], became.following, positions + after, pages, pool, noises)
+        after, noises = accepted + 1, [noise_after(accepted, noise, count)]
+        return self._draft(count, [rule], following, positions + after, pages.after(after), pool, noises)
 
     def _pass(
         self,
@@ -271,18 +258,6 @@ class DFlash2Drafter:
         """
         state.rewind(position)
         return state.position
-
-    def block(self, states: Sequence[BlockState], anchors: Sequence[int], rows: int) -> mx.array:
-        """Return the final-normed hidden states [N, rows, H] of a block forward.
-
-        states: of N sequences, whose waiting rows are written.
-        anchors: their token ids.
-        rows: of each block, the anchor included.
-        """
-        self.writer.write(states)
-        numbers = packed([state.context for state in states], anchors, [state.position for state in states])
-        (tokens, positions), pages = unpacked(numbers, len(states), 2)
-        return self._block(tokens, positions, pages, self.pool.data, rows)
 
     def _block(
         self,

@@ -130,6 +130,15 @@ class ContextWriter:
         for state in due:
             state.waiting = []
 
+    def write_ahead(self, state: BlockState, features: mx.array) -> None:
+        """Write rows that may become part of a context, see ``ContextKV.write_ahead``; nothing waits before them.
+
+        features: [n, T * H], n up to MAX_VERIFY_ROWS.
+        """
+        first = state.context.cursor
+        positions = mx.arange(first, first + features.shape[0], dtype=mx.int32)
+        state.context.write_ahead(self._graphs.of((), self.project)(features, positions))
+
     def _skip_outside(self, state: BlockState) -> None:
         """Make one array of what waits, of rows inside the window only. The state's position stays what it is."""
         features, context = mx.concatenate(state.waiting), state.context
