@@ -152,7 +152,7 @@ METAL_FUNC void attend_tile(
 constexpr int GROUP = H / KV, SIZE = D / LANES;
 const int lane = int(thread_index_in_simdgroup), side = lane / LANES, part = lane % LANES;
 const int head = int(threadgroup_position_in_grid.x) % KV;
-const int split = int(threadgroup_position_in_grid.y), splits = int(threadgroups_per_grid.y);
+const int splits = int(threadgroups_per_grid.y), split = splits - 1 - int(threadgroup_position_in_grid.y);
 const int sequence = int(threadgroup_position_in_grid.z);
 const int layer = place[0], window = place[1], pages_stride = sizes[0], paths_stride = sizes[1];
 const int start = starts[sequence], count = starts[sequence + 1] - start, length = lengths[sequence];
