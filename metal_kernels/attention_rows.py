@@ -138,7 +138,7 @@ def _native(call: Call) -> mx.array:
     settings = floats(view.scale, view.softcap or 0.0)
     tree = ints(0) if paths is None else paths
     modes = [("H", heads), ("D", dim), ("HAS_PATHS", paths is not None), ("IS_BLOCK", view.block)]
-    kernel, work, simdgroups = _work(queries.dtype, dim, max(cached.counts) * (heads // kv_heads))
+    kernel, work, simdgroups = _work(queries.dtype, max(cached.counts) * (heads // kv_heads))
     together = min(simdgroups, SIMDGROUPS)
     partials, weights = kernel(
         [queries, call.keys, call.values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
@@ -179,13 +179,11 @@ def _cpu(call: Call) -> mx.array:
     return out
 
 
-def _work(dtype: mx.Dtype, dim: int, queries: int) -> tuple[Kernel, list[tuple[str, int]], int]:
+def _work(dtype: mx.Dtype, queries: int) -> tuple[Kernel, list[tuple[str, int]], int]:
     """Return the kernel, its cut, and how many simdgroups share the queries of a sequence and KV head."""
     if has_tensor_cores(dtype):
         return TWIN, [], -(-queries // 16)
-    lanes = 8 if dim <= 112 else 16 if dim <= 224 else 32
-    vectors = min(4, 32 * lanes // dim)
-    return KERNEL, [("LANES", lanes), ("VECTORS", vectors), ("SIMDGROUPS", SIMDGROUPS)], -(-queries // vectors)
+    return KERNEL, [("SIMDGROUPS", SIMDGROUPS)], -(-queries // 8)
 
 
 def _strides(pool: mx.array) -> list[tuple[str, int]]:
@@ -260,10 +258,10 @@ def _check_cached(cached: Cached, rows: int) -> None:
 
 
 def _check_kernel(dim: int, slots: int) -> None:
-    if dim % (16 if dim <= 112 else 32) or not 16 <= dim <= 256:
+    if dim % 16 or not 16 <= dim <= 256:
         raise ValueError(
-            "The attention kernel takes heads of 16 to 112 numbers in steps of 16 and to 256 in steps of 32, "
-            f"not {dim}; MLX_SPEC_KERNELS=stock takes any."
+            f"The attention kernel takes heads of 16 to 256 numbers in steps of 16, not {dim}; "
+            "MLX_SPEC_KERNELS=stock takes any."
         )
     if slots % TILE:
         raise ValueError(f"The attention kernel takes pages of a multiple of {TILE} slots, not {slots}.")

@@ -233,6 +233,20 @@ def test_kernel_equals_the_formula_over_splits_of_every_length(length: int) -> N
         assert_equals_formula(problem, problem.run())
 
 
+@pytest.mark.parametrize("border", [32, 64, 2048, 2176])
+def test_kernel_equals_the_formula_at_borders_of_tiles_and_splits(border: int) -> None:
+    """With one row and with several, and with windows that begin there."""
+    for length in (border - 16, border - 3, border - 1, border, border + 1):
+        for rows in (1, 3, 16):
+            problem = Problem.random((length,), (rows,), heads=2, kv_heads=1, dim=16)
+            with running("once"):
+                assert_equals_formula(problem, problem.run())
+    for window in (33, 64, 65):
+        problem = Problem.random((border + 62,), (3,), heads=2, kv_heads=1, dim=16, window=window)
+        with running("once"):
+            assert_equals_formula(problem, problem.run())
+
+
 SPLITS = [64] * 32 + [128] * 32 + [256] * 32 + [512] * 40
 
 
