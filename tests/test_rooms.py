@@ -40,11 +40,12 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head forced kind kv reference "
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head kind known kv reference "
         "siblings stages tree variants",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load reference selector tensors variants "
         "writer",
         "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
+        "mlx_spec.drafters.lookup": "chances index lookup",
         "mlx_spec.drafters.mtp": "head kind load reference source spec tensors variants",
     },
     {"mlx_spec.checkpoints": "hub"},

@@ -4,10 +4,11 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_spec.engine import Statistics
+from mlx_spec.engine.statistics import SourceCounts
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.chat import Prepared
 from mlx_spec.server.job import Event, Failed, Finished, Job, Tokens
@@ -199,6 +200,7 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
         "accepted": sum(accepted),
         "drafted_by_position": drafted,
         "accepted_by_position": accepted,
+        "drafted_by": {name: asdict(counts) for name, counts in drafted_by(every).items()},
         "rounds_by_depth": rounds_by_depth(sum(each.undrafted_rounds for each in every), drafted),
         "depth_reason": first.drafter_failure or first.depth_reason,
         "exact": first.exact,
@@ -214,6 +216,13 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     if clamped is not None:
         block["clamped_max_tokens"] = {"asked": clamped, "used": request.max_tokens}
     return block
+
+
+def drafted_by(every: Sequence[Statistics]) -> dict[str, SourceCounts]:
+    """Return what each source of drafts did in several texts."""
+    names = dict.fromkeys(name for each in every for name in each.drafted_by)
+    none = SourceCounts()
+    return {name: sum((each.drafted_by.get(name, none) for each in every), start=none) for name in names}
 
 
 def rounds_by_depth(undrafted: int, drafted: Sequence[int]) -> dict[str, int]:
