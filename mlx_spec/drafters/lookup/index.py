@@ -45,13 +45,11 @@ class TextIndex:
         return copy
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        first = max(1, len(self._tokens) - 1)
+        """Append tokens. Interrupted anywhere, it is completed by the next call."""
         self._tokens.extend(tokens)
         if len(self._tokens) > len(self._newest):
             self._index_all()
-            return
-        for place in range(first, len(self._tokens) - 1):
+        for place in range(len(self._before), len(self._tokens) - 1):
             slot = self._slot(self._tokens[place - 1], self._tokens[place])
             self._before.append(self._newest[slot])
             self._newest[slot] = place
@@ -96,18 +94,18 @@ class TextIndex:
         """Index the whole text at once, in a table that takes twice as many tokens."""
         count = len(self._tokens)
         bits = max(MIN_TABLE_BITS, (2 * count - 1).bit_length())
-        self._shift = BITS - bits
         newest, before = np.full(1 << bits, NOWHERE, np.int32), np.full(max(1, count - 1), NOWHERE, np.int32)
         ids = np.array(self._tokens, dtype=np.uint64)
         # Products wrap at 64 bits, of which the lower 32 are right.
-        slots = ((ids[:-2] * FIRST + ids[1:-1]) * BOTH & (1 << BITS) - 1) >> self._shift
+        slots = ((ids[:-2] * FIRST + ids[1:-1]) * BOTH & (1 << BITS) - 1) >> BITS - bits
         order = np.argsort(slots, kind="stable")
         places, sorted_slots = order + 1, slots[order]
         follows = sorted_slots[1:] == sorted_slots[:-1]
         before[places[1:][follows]] = places[:-1][follows]
         # In the order of the text, so that the newest place of a hash stays.
         newest[slots] = np.arange(1, len(slots) + 1)
-        self._newest, self._before = array("i", newest.tobytes()), array("i", before.tobytes())
+        tables = array("i", newest.tobytes()), array("i", before.tobytes())
+        self._shift, (self._newest, self._before) = BITS - bits, tables
 
 
 def common_end(tokens: "array[int]", place: int, end: "array[int]", known: int) -> int:
