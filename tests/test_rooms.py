@@ -27,7 +27,8 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store synthetic turns wiring",
+        "mlx_spec.measure": "costs exactness random_models scripted store synthetic teacher_forced turns wiring "
+        "workloads",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
