@@ -109,23 +109,29 @@ def likely(count: int) -> tuple[float, ...]:
     return tuple(PRIOR ** (i + 1) for i in range(count))
 
 
-def cheapest_copy(chances: Sequence[float], costs: Costs, below: float) -> int:
-    """Return the number of a copy's tokens with the least expected milliseconds per emitted token.
+def cheapest_copy(chances: Sequence[float], verify_ms: Sequence[float]) -> tuple[float, int]:
+    """Return the least expected milliseconds per emitted token of a copy, and how many of its tokens give that.
 
     chances: see ``DepthPolicy.copied``.
-    below: 0 is returned unless it is less than this.
+    verify_ms: of passes, by rows.
     """
     tokens = accumulate(chances, initial=1.0)
-    ms_per_token = [costs.verify_ms(rows) / count for rows, count in enumerate(tokens, 1)]
-    best = min(range(len(ms_per_token)), key=ms_per_token.__getitem__)
-    return best if ms_per_token[best] < below else 0
+    return min((verify_ms[rows] / count, rows - 1) for rows, count in enumerate(tokens, 1))
 
 
-@dataclass(frozen=True)
+def pass_times(costs: Costs, max_depth: int) -> list[float]:
+    """Return the milliseconds of verify passes by rows, which are read many times a round."""
+    return [costs.verify_ms(rows) for rows in range(max(MAX_VERIFY_ROWS, max_depth + 1) + 1)]
+
+
+@dataclass
 class CopiesAlone:
     """Without a drafter: copies as far as they pay, and plain decoding otherwise."""
 
     costs: Costs
+
+    def __post_init__(self) -> None:
+        self._verify_ms = pass_times(self.costs, 0)
 
     def depth(self) -> int:
         """Ask no drafter."""
@@ -137,7 +143,8 @@ class CopiesAlone:
 
     def copied(self, chances: Sequence[float]) -> int:
         """Copy what is cheaper than plain decoding."""
-        return cheapest_copy(chances, self.costs, MARGIN * self.costs.verify_ms(1))
+        ms_per_token, count = cheapest_copy(chances, self._verify_ms)
+        return count if ms_per_token < MARGIN * self._verify_ms[1] else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Verify chains."""
@@ -254,9 +261,7 @@ class CostAware:
     def __post_init__(self) -> None:
         self.reach = [[4.0, 4.0 * self.prior] for _ in range(self.max_depth)]
         self.runners_up = [[4.0, 4.0 * RUNNER_UP] for _ in range(self.max_depth)]
-        most = max(MAX_VERIFY_ROWS, self.max_depth + 1)
-        # Read many times a round.
-        self._verify_ms = [self.costs.verify_ms(rows) for rows in range(most + 1)]
+        self._verify_ms = pass_times(self.costs, self.max_depth)
 
     def depth(self) -> int:
         """Return the best depth, or a probe of drafting when it has been paused for long."""
@@ -279,8 +284,10 @@ class CostAware:
 
     def copied(self, chances: Sequence[float]) -> int:
         """Copy what is cheaper than plain decoding and than the best draft."""
-        best = min(range(self.max_depth + 1), key=self.ms_per_token)
-        return cheapest_copy(chances, self.costs, min(self.ms_per_token(best), MARGIN * self.ms_per_token(0)))
+        ms_per_token, count = cheapest_copy(chances, self._verify_ms)
+        if ms_per_token >= MARGIN * self.ms_per_token(0):
+            return 0
+        return count if ms_per_token < min(map(self.ms_per_token, range(1, self.max_depth + 1))) else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Return where a sibling makes a pass of ``depth`` drafts cheaper for each expected token."""

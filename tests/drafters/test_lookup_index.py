@@ -1,6 +1,7 @@
 """The index of copies finds what comparing every place finds, however the text grew, and stays small."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,24 @@ def test_a_fork_goes_on_by_itself(drawn: tuple[list[Tokens], Tokens]) -> None:
     index.extend([7, 7, 7])
     assert fork.longest(text + more) == longest(text + more, text + more)
     assert index.longest([*text, 7, 7, 7]) == longest([*text, 7, 7, 7], [*text, 7, 7, 7])
+
+
+def test_what_is_interrupted_is_completed_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, text = TextIndex([1, 2, 3] * 20), [1, 2, 3] * 20
+    slot, calls = TextIndex._slot, [0]
+
+    def interrupted(*pair: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        return slot(*pair)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(TextIndex, "_slot", interrupted)
+        index.extend([4, 5, 6, 7, 8, 9])
+    text += [4, 5, 6, 7, 8, 9, 5, 6]
+    index.extend([5, 6])
+    assert len(index) == len(text) and index.longest(text) == longest(text, text) == (2, 63)
 
 
 def test_a_table_that_grows_and_chains_that_meet_hide_nothing() -> None:

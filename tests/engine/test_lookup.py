@@ -229,6 +229,27 @@ def test_sequences_together_forks_in_a_copy_and_turns(family: str) -> None:
     assert target.pool.pages_in_use == 0
 
 
+def test_rounds_that_break_off_leave_copies_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They copy what they would have copied, and learn from what stays only."""
+    target = target_of("llama")
+    engine = Engine(target, costs=CHEAP, lookup=Lookup())
+    generation, undisturbed = started(engine, request_of()), run(engine, request_of())
+    while generation.finish_reason is None:
+        for place in ("emit", "accept"):
+            with monkeypatch.context() as patched:
+                patched.setattr(f"mlx_spec.engine.round.{place}", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step(generation)
+        engine.step(generation).checked()
+    assert generation.tokens == undisturbed.text
+    assert generation.statistics.drafted_by == undisturbed.statistics.drafted_by
+    engine.close(generation)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_copies_share_a_pass_with_what_a_drafter_drafts() -> None:
     """One sequence copies, the other is drafted for, in the same passes."""
     target = target_of("llama")
