@@ -224,7 +224,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="keep token ids, drafts and accepted counts, for bisect --replay",
+        help="keep token ids, drafts and accepted counts, for bisect --replay; nothing is copied then",
     )
     add("--verbose", type=str_to_bool, default=True, help="F prints the answer only (default: T)")
     add(
