@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT, WORKLOADS
 from mlx_spec.diagnose.plot import check_plots
 from mlx_spec.engine import Engine, Request
-from mlx_spec.engine.statistics import Statistics
+from mlx_spec.engine.statistics import SourceCounts, Statistics, added, in_words
 from mlx_spec.errors import RequestError
 from mlx_spec.generate.options import make_sampling
 from mlx_spec.generate.stream import stream_generate
@@ -70,6 +70,7 @@ class Tally:
     mlx_lm_ms: list[float] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted_by: dict[str, SourceCounts] = field(default_factory=dict)
     sibling_drafts: int = 0
     accepted_sibling_drafts: int = 0
 
@@ -83,6 +84,7 @@ class Tally:
         self.seconds += speculative.seconds
         self.drafted = add_lists(self.drafted, speculative.drafted)
         self.accepted = add_lists(self.accepted, speculative.accepted)
+        self.drafted_by = added([self.drafted_by, speculative.drafted_by])
         self.sibling_drafts += speculative.sibling_drafts
         self.accepted_sibling_drafts += speculative.accepted_sibling_drafts
         if plain is not None:
@@ -104,6 +106,7 @@ class Tally:
             "tokens": self.tokens,
             "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
             "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
+            "drafted_by": {name: asdict(counts) for name, counts in self.drafted_by.items()},
             "sibling_drafts": self.sibling_drafts,
             "accepted_sibling_drafts": self.accepted_sibling_drafts,
             "tokens_per_second": round(rate, 2),
@@ -263,6 +266,11 @@ def measure(
     return {"kinds": kinds, "equal_replies": equal, "compared_replies": compared}
 
 
+def accepted_by_source(row: Mapping[str, Any]) -> str:
+    """Return in words how much of what each source drafted was accepted."""
+    return in_words({name: SourceCounts(**counts) for name, counts in row.get("drafted_by", {}).items()})
+
+
 def print_table(result: dict[str, Any]) -> None:
     """Print a line for each kind, and acceptance by position over all."""
     print(f"{'kind':<14}{'prompts':>8}{'tokens':>8}{'a round':>9}{'tokens/s':>10}{'plain':>8}{'ratio':>7}")
@@ -273,6 +281,8 @@ def print_table(result: dict[str, Any]) -> None:
         )
     for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
         print(f"position {position}: {share:.3f} of the drafts accepted")
+    if accepted := accepted_by_source(result["kinds"].get("all", {})):
+        print(f"drafts accepted: {accepted}")
     if siblings := result["kinds"].get("all", {}).get("sibling_drafts"):
         print(f"sibling drafts accepted: {result['kinds']['all']['accepted_sibling_drafts']} of {siblings}")
     if rate := result["kinds"].get("all", {}).get("mlx_lm_tokens_per_second"):
@@ -356,11 +366,9 @@ def run_workloads(args: argparse.Namespace) -> int:
     print(f"{'kind':<10}{'way':<10}{'tokens':>8}{'a round':>9}{'tokens/s':>10}{'ratio':>7}  drafts accepted")
     for kind, by_way in kinds.items():
         for way, row in by_way.items():
-            by = row["drafted_by"].items()
-            accepted = ", ".join(f"{name} {each['accepted']} of {each['drafted']}" for name, each in by)
             print(
                 f"{kind:<10}{way:<10}{row['tokens']:>8}{row['tokens_a_round']:>9.2f}"
-                f"{row['tokens_per_second']:>10.1f}{row['ratio']:>7.2f}  {accepted}"
+                f"{row['tokens_per_second']:>10.1f}{row['ratio']:>7.2f}  {accepted_by_source(row)}"
             )
     print(f"replies other than plain decoding's: {different}")
     print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")

@@ -1,6 +1,6 @@
 """What a generation did: counts, acceptance per position, and where the time went."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,20 @@ class SourceCounts:
         return SourceCounts(
             self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted
         )
+
+
+def added(every: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    """Return the sums of counts by source."""
+    sums: dict[str, SourceCounts] = {}
+    for each in every:
+        for name, counts in each.items():
+            sums[name] = sums.get(name, SourceCounts()) + counts
+    return sums
+
+
+def in_words(drafted_by: Mapping[str, SourceCounts]) -> str:
+    """Return what each source drafted, and how much of it was accepted."""
+    return ", ".join(f"{name} {counts.accepted} of {counts.drafted}" for name, counts in drafted_by.items())
 
 
 @dataclass
@@ -108,9 +122,9 @@ class Statistics:
             self.drafted[i] += 1
             self.accepted[i] += i < accepted
         for name, count in sources:
-            stood = min(count, accepted)
-            accepted -= stood
-            self.drafted_by[name] = self.drafted_by.get(name, SourceCounts()) + SourceCounts(1, count, stood)
+            own = min(count, accepted)
+            accepted -= own
+            self.drafted_by = added([self.drafted_by, {name: SourceCounts(1, count, own)}])
 
     def count_timed(self, draft_seconds: float, verify_seconds: float, host_seconds: float) -> None:
         """Count a round whose draft and verify passes were awaited one after the other."""
@@ -192,8 +206,7 @@ class Statistics:
             shares = " ".join(f"{a:.2f}" for a in self.acceptance)
             lines.append(f"Acceptance by position: {shares}")
         if self.drafted_by:
-            each = [f"{name} {counts.accepted} of {counts.drafted}" for name, counts in self.drafted_by.items()]
-            lines.append(f"Drafts accepted: {', '.join(each)}")
+            lines.append(f"Drafts accepted: {in_words(self.drafted_by)}")
         if self.sibling_drafts:
             lines.append(f"Sibling drafts accepted: {self.accepted_sibling_drafts} of {self.sibling_drafts}")
         if self.timed_rounds:

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from mlx_spec.engine import Engine, Request, Statistics
-from mlx_spec.engine.statistics import SourceCounts
+from mlx_spec.engine.statistics import SourceCounts, added
 from mlx_spec.measure.teacher_forced import TeacherForced
 
 PLAIN, BOTH = "plain", "both"
@@ -41,8 +41,7 @@ class Sums:
         self.tokens += statistics.tokens
         self.rounds += statistics.rounds
         self.seconds += statistics.seconds
-        for name, counts in statistics.drafted_by.items():
-            self.drafted_by[name] = self.drafted_by.get(name, SourceCounts()) + counts
+        self.drafted_by = added([self.drafted_by, statistics.drafted_by])
 
     def as_dict(self, plain: "Sums") -> dict[str, Any]:
         """Return figures as JSON values; the ratio is to plain decoding of the same prompts."""
@@ -52,7 +51,7 @@ class Sums:
             "tokens_a_round": round(self.tokens / self.rounds, 3),
             "tokens_per_second": round(rate, 2),
             "ratio": round(rate * plain.seconds / plain.tokens, 3),
-            "drafted_by": {name: vars(counts) for name, counts in self.drafted_by.items()},
+            "drafted_by": {name: asdict(counts) for name, counts in self.drafted_by.items()},
         }
 
 

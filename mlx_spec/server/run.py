@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_spec.engine import Statistics
-from mlx_spec.engine.statistics import SourceCounts
+from mlx_spec.engine.statistics import added
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.chat import Prepared
 from mlx_spec.server.job import Event, Failed, Finished, Job, Tokens
@@ -191,6 +191,7 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     most = max(len(each.drafted) for each in every)
     drafted = [sum(each.drafted[i] for each in every if len(each.drafted) > i) for i in range(most)]
     accepted = [sum(each.accepted[i] for each in every if len(each.accepted) > i) for i in range(most)]
+    by_source = added(each.drafted_by for each in every)
     rounds, tokens = sum(each.rounds for each in every), sum(each.tokens for each in every)
     block: dict[str, Any] = {
         "rounds": rounds,
@@ -200,7 +201,7 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
         "accepted": sum(accepted),
         "drafted_by_position": drafted,
         "accepted_by_position": accepted,
-        "drafted_by": {name: asdict(counts) for name, counts in drafted_by(every).items()},
+        "drafted_by": {name: asdict(counts) for name, counts in by_source.items()},
         "rounds_by_depth": rounds_by_depth(sum(each.undrafted_rounds for each in every), drafted),
         "depth_reason": first.drafter_failure or first.depth_reason,
         "exact": first.exact,
@@ -216,13 +217,6 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     if clamped is not None:
         block["clamped_max_tokens"] = {"asked": clamped, "used": request.max_tokens}
     return block
-
-
-def drafted_by(every: Sequence[Statistics]) -> dict[str, SourceCounts]:
-    """Return what each source of drafts did in several texts."""
-    names = dict.fromkeys(name for each in every for name in each.drafted_by)
-    none = SourceCounts()
-    return {name: sum((each.drafted_by.get(name, none) for each in every), start=none) for name in names}
 
 
 def rounds_by_depth(undrafted: int, drafted: Sequence[int]) -> dict[str, int]:

@@ -10,14 +10,17 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.cli import bench
-from mlx_spec.engine.statistics import Statistics
+from mlx_spec.engine.statistics import SourceCounts, Statistics
 from mlx_spec.loading.load import load
 from mlx_spec.measure.exactness import OFF
 from mlx_spec.measure.workloads import Task, reply_to
 
 
 def statistics(drafted: list[int], accepted: list[int], tokens: int, rounds: int, seconds: float) -> Statistics:
-    return Statistics(tokens=tokens, rounds=rounds, seconds=seconds, drafted=drafted, accepted=accepted)
+    by = {"eagle": SourceCounts(rounds, sum(drafted), sum(accepted))} if drafted else {}
+    return Statistics(
+        tokens=tokens, rounds=rounds, seconds=seconds, drafted=drafted, accepted=accepted, drafted_by=by
+    )
 
 
 def test_a_tally_adds_prompts_of_different_depth() -> None:
@@ -28,6 +31,7 @@ def test_a_tally_adds_prompts_of_different_depth() -> None:
     assert row["accepted_length"] == round(11 / 6, 3)
     assert row["acceptance"] == [round(4 / 6, 3), 0.25]
     assert row["ratio"] == round((11 / 3) / (11 / 5.5), 3)
+    assert bench.accepted_by_source(row) == "eagle 5 of 10"
     assert (row["sibling_drafts"], row["accepted_sibling_drafts"]) == (0, 0)
 
 
