@@ -329,13 +329,10 @@ def emit(accepted: Accepted, seconds: float) -> Round:
 
 
 def learn(accepted: Accepted) -> None:
-    """Let a generation's policy, or who copied for it, learn from a round that stays."""
-    generation, share, tree = accepted.generation, accepted.drafted.share, accepted.drafted.tree
-    along_chain = tree.along_chain(accepted.path)
+    """Let a generation's policy learn from a round that stays."""
+    tree, path = accepted.drafted.tree, accepted.path
     if accepted.drafted.was_known:
-        generation.policy.update(len(tree.chain) - 1, along_chain, tree.runner_up(accepted.path))
-    if generation.lookup is not None and share.copied is not None and along_chain >= len(share.forced):
-        generation.lookup.learn(share.copied, along_chain - len(share.forced))
+        accepted.generation.policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
 
 
 def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:

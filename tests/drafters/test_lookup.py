@@ -48,7 +48,6 @@ def test_a_state_follows_its_sequence_and_its_forks_do_so_by_themselves() -> Non
     fork = state.fork()
     assert first is not None and first.tokens == (3,)
     for each, token in ((state, 4), (fork, 5)):
-        each.learn(first, 1)
         own = [*text, token, 1, 2]
         copy = each.propose(own, (), 1)
         assert copy is not None and copy.tokens == (token,)
@@ -58,7 +57,7 @@ def test_a_state_follows_its_sequence_and_its_forks_do_so_by_themselves() -> Non
 def test_chances_follow_what_is_accepted_after_matches_as_long() -> None:
     chances, untouched = CopyChances(), CopyChances()
     for _ in range(60):
-        chances.update(2, 4, 1)
+        chances.update(2, [5, 6, 7, 8], [5, 9, 7])
     # The first token stood after matches of 2, the second fell after ones that had grown to 3.
     (first,), (second,) = chances.reached(2, 1), chances.reached(3, 1)
     assert first > 0.98 and second < 0.02
@@ -66,12 +65,40 @@ def test_chances_follow_what_is_accepted_after_matches_as_long() -> None:
         assert chances.reached(match, 3) == untouched.reached(match, 3)
     assert chances.reached(2, 3)[1] == pytest.approx(first * second)
     fork = chances.fork()
-    fork.update(2, 1, 0)
+    fork.update(2, [5], [6])
     assert fork.reached(2, 1) < chances.reached(2, 1) == (first,)
+
+
+def test_a_state_learns_from_what_came_whether_its_copy_was_drafted_or_not() -> None:
+    """The same text, in steps of one token, and with all that a copy brought at once."""
+    text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4, 8, 1, 2, 7]
+    chances = []
+    for steps in ([8, 9, 10, 11, 13, 14], [8, 11, 13, 14]):
+        state = Lookup().open()
+        for count in steps:
+            copy = state.propose(text[:count], (), 2)
+        assert copy is None
+        expected = CopyChances()
+        # 3 4 was right after 1 2; 9 was not, after matches of 4 or of 2 that grew; then 3 was not.
+        expected.update(2, [3, 4], [3, 4] if len(steps) == 4 else [3])
+        if len(steps) == 6:
+            expected.update(3, [4, 9], [4])
+            expected.update(4, [9, 9], [8])
+        expected.update(2, [3, 4], [7])
+        found = state.propose([*text, 1, 2], (), 1)
+        assert found is not None and found.chances == expected.reached(2, 1)
+        chances.append(found.chances)
+    assert chances[0] == chances[1]
+
+
+def test_a_round_that_broke_off_teaches_nothing() -> None:
+    state, text = Lookup().open(), [1, 2, 3, 1, 2]
+    first = state.propose(text, (), 2)
+    assert all(state.propose(text, (), 2) == first for _ in range(3))
 
 
 def test_a_copy_that_is_accepted_to_its_end_teaches_that_much() -> None:
     chances = CopyChances()
     before = chances.reached(16, 1)
-    chances.update(15, 3, 3)
+    chances.update(15, [5, 6, 7], [5, 6])
     assert chances.reached(15, 1) > CopyChances().reached(15, 1) and chances.reached(16, 1) > before

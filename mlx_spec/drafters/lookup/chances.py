@@ -1,6 +1,6 @@
 """How likely a copy is right, by how many tokens before it were equal: learned from the text at hand."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -30,12 +30,14 @@ class CopyChances:
         """Return the chances that the first 1 to ``count`` tokens after a match are all accepted."""
         return tuple(accumulate(self._each(match, count), mul))
 
-    def update(self, match: int, drafted: int, accepted: int) -> None:
-        """Learn how many tokens of a copy were accepted."""
-        for index in range(min(accepted + 1, drafted)):
+    def update(self, match: int, copied: Sequence[int], came: Sequence[int]) -> None:
+        """Learn what came where these tokens were copied after a match."""
+        for index, (token, right) in enumerate(zip(copied, came, strict=False)):
             shortest = class_of(match + index)
             tries, successes = self._tries[shortest]
-            self._tries[shortest] = DECAY * tries + 1, DECAY * successes + (index < accepted)
+            self._tries[shortest] = DECAY * tries + 1, DECAY * successes + (token == right)
+            if token != right:
+                return
 
     def _each(self, match: int, count: int) -> Iterator[float]:
         for index in range(count):

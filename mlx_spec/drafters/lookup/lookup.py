@@ -58,18 +58,23 @@ class Lookup:
 
 
 class LookupState:
-    """What is known of one sequence. It follows the sequence by itself, whenever a copy is asked for."""
+    """What is known of one sequence. It follows the sequence by itself, whenever a copy is asked for.
+
+    So it learns from each copy that it proposed, whether that was drafted or not.
+    """
 
     def __init__(self, texts: Sequence[TextIndex]) -> None:
         """Know further texts, which do not change."""
         self._texts = texts
         self._own = TextIndex()
         self._chances = CopyChances()
+        # The last copy, and the position that it was for.
+        self._proposed: tuple[int, Copy] | None = None
 
     def fork(self) -> "LookupState":
         """Return an independent copy."""
         copy = LookupState(self._texts)
-        copy._own, copy._chances = self._own.fork(), self._chances.fork()
+        copy._own, copy._chances, copy._proposed = self._own.fork(), self._chances.fork(), self._proposed
         return copy
 
     def propose(self, tokens: Sequence[int], forced: Sequence[int], most: int) -> Copy | None:
@@ -80,14 +85,16 @@ class LookupState:
         The longest match is taken: of equally long ones that in the sequence's own text, and there the newest.
         """
         self._own.extend(tokens[len(self._own) :])
+        if self._proposed is not None:
+            position, copy = self._proposed
+            self._chances.update(copy.match, copy.tokens, tokens[position : position + len(copy.tokens)])
+            self._proposed = None
         tail = [*tokens[-MAX_MATCH:], *forced]
         found = [(index.longest(tail), index) for index in (self._own, *self._texts)]
         (match, position), index = max(found, key=lambda each: each[0][0])
         if not match or most < 1:
             return None
         following = index.following(position, most, is_growing=index is self._own)
-        return Copy(tuple(following), self._chances.reached(match, len(following)), match)
-
-    def learn(self, copy: Copy, accepted: int) -> None:
-        """Learn how many tokens of a copy were accepted."""
-        self._chances.update(copy.match, len(copy.tokens), accepted)
+        copy = Copy(tuple(following), self._chances.reached(match, len(following)), match)
+        self._proposed = len(tokens) + len(forced), copy
+        return copy
