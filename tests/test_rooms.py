@@ -71,7 +71,7 @@ LEVELS: list[dict[str, str]] = [
     },
 ]
 # The drafters do not know each other, though they are one room.
-APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.drafters.mtp"]
+APART = [f"mlx_spec.drafters.{name}" for name in ("dflash2", "eagle", "lookup", "mtp")]
 ROOT_FILES = {
     "__init__.py",
     "bench.py",
