@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_spec.drafters.lookup.index import MAX_MATCH, MAX_PLACES, TextIndex
@@ -32,6 +32,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], Tokens]:
     return parts, draw(st.lists(token, max_size=4))
 
 
+@settings(deadline=None, max_examples=60)
 @given(texts())
 def test_the_longest_of_the_newest_places_is_found(drawn: tuple[list[Tokens], Tokens]) -> None:
     parts, forced = drawn
@@ -44,6 +45,7 @@ def test_the_longest_of_the_newest_places_is_found(drawn: tuple[list[Tokens], To
             assert index.longest(tail) == longest(text, tail)
 
 
+@settings(deadline=None, max_examples=60)
 @given(texts())
 def test_a_fork_goes_on_by_itself(drawn: tuple[list[Tokens], Tokens]) -> None:
     (first, *others), more = [[], *drawn[0]], drawn[1]
