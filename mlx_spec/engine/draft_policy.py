@@ -1,7 +1,7 @@
 """How many tokens to draft next: the depth with the least expected time per emitted token."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -31,10 +31,12 @@ class DepthOffer:
 
     chances[i]: that the first i + 1 of them are all accepted.
     optional: they take rows only as far as that pays.
+    is_drafted: they need a draft pass.
     """
 
     chances: tuple[float, ...]
     optional: bool = False
+    is_drafted: bool = True
 
 
 class DepthPolicy(Protocol):
@@ -46,6 +48,13 @@ class DepthPolicy(Protocol):
 
     def offer(self) -> DepthOffer:
         """Return what may be drafted in the next round, whose rows are shared with other sequences."""
+        ...
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Return how many tokens of a copy to draft in the next round in place of the drafter's, 0 for none.
+
+        chances[i]: that the first i + 1 of them are all accepted.
+        """
         ...
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -73,6 +82,7 @@ def policy_for(
     costs: Costs | None,
     *,
     takes_trees: bool,
+    max_copy: int = 0,
 ) -> DepthPolicy:
     """Return the policy of a request.
 
@@ -80,10 +90,15 @@ def policy_for(
     max_draft: the most tokens of the drafter's drafts, 0 without a drafter.
     costs: of passes on this machine, where they are known.
     takes_trees: whether the target verifies trees.
+    max_copy: the most tokens of a copy, 0 where nothing is copied.
     """
+    if not max_draft:
+        if num_draft_tokens is None and max_copy and costs is not None:
+            return CopiesAlone(costs)
+        return FixedDepth(num_draft_tokens if isinstance(num_draft_tokens, int) else max_copy)
     if num_draft_tokens == "adaptive":
-        return Adaptive(max_draft) if max_draft else FixedDepth(0)
-    if num_draft_tokens is None and max_draft and costs is not None:
+        return Adaptive(max_draft)
+    if num_draft_tokens is None and costs is not None:
         return CostAware(costs, max_draft, may_branch=num_sibling_drafts is None and takes_trees)
     count = max_draft if num_draft_tokens is None else int(num_draft_tokens)
     return FixedDepth(count, num_sibling_drafts or 0)
@@ -92,6 +107,56 @@ def policy_for(
 def likely(count: int) -> tuple[float, ...]:
     """Return the chances of drafts of which nothing is known."""
     return tuple(PRIOR ** (i + 1) for i in range(count))
+
+
+def cheapest_copy(chances: Sequence[float], verify_ms: Sequence[float]) -> tuple[float, int]:
+    """Return the least expected milliseconds per emitted token of a copy, and how many of its tokens give that.
+
+    chances: see ``DepthPolicy.copied``.
+    verify_ms: of passes, by rows.
+    """
+    tokens = accumulate(chances, initial=1.0)
+    return min((verify_ms[rows] / count, rows - 1) for rows, count in enumerate(tokens, 1))
+
+
+def pass_times(costs: Costs, max_depth: int) -> list[float]:
+    """Return the milliseconds of verify passes by rows, which are read many times a round."""
+    return [costs.verify_ms(rows) for rows in range(max(MAX_VERIFY_ROWS, max_depth + 1) + 1)]
+
+
+@dataclass
+class CopiesAlone:
+    """Without a drafter: copies as far as they pay, and plain decoding otherwise."""
+
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        self._verify_ms = pass_times(self.costs, 0)
+
+    def depth(self) -> int:
+        """Ask no drafter."""
+        return 0
+
+    def offer(self) -> DepthOffer:
+        """Offer nothing."""
+        return DepthOffer(())
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy what is cheaper than plain decoding."""
+        ms_per_token, count = cheapest_copy(chances, self._verify_ms)
+        return count if ms_per_token < MARGIN * self._verify_ms[1] else 0
+
+    def siblings(self, depth: int) -> tuple[int, ...]:
+        """Verify chains."""
+        return (0,) * depth
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
+        """Learn nothing: copies bring their chances."""
+
+    @property
+    def reason(self) -> str:
+        """Name what decides."""
+        return "copies, as far as they are expected to pay"
 
 
 @dataclass(frozen=True)
@@ -108,6 +173,10 @@ class FixedDepth:
     def offer(self) -> DepthOffer:
         """Ask for the fixed depth."""
         return DepthOffer(likely(self.count))
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy the fixed number of tokens: it is not the drafter's where copies are asked for."""
+        return min(self.count, len(chances))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Spread the fixed number of siblings."""
@@ -142,6 +211,10 @@ class Adaptive:
     def offer(self) -> DepthOffer:
         """Ask for the depth of the next round."""
         return DepthOffer(likely(self.count))
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy nothing: without costs a copy cannot be compared with what the drafter drafts."""
+        return 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Draft chains."""
@@ -188,9 +261,7 @@ class CostAware:
     def __post_init__(self) -> None:
         self.reach = [[4.0, 4.0 * self.prior] for _ in range(self.max_depth)]
         self.runners_up = [[4.0, 4.0 * RUNNER_UP] for _ in range(self.max_depth)]
-        most = max(MAX_VERIFY_ROWS, self.max_depth + 1)
-        # Read many times a round.
-        self._verify_ms = [self.costs.verify_ms(rows) for rows in range(most + 1)]
+        self._verify_ms = pass_times(self.costs, self.max_depth)
 
     def depth(self) -> int:
         """Return the best depth, or a probe of drafting when it has been paused for long."""
@@ -210,6 +281,13 @@ class CostAware:
         return (
             DepthOffer(chances[: self._best_draft()]) if self._probes_now() else DepthOffer(chances, optional=True)
         )
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy what is cheaper than plain decoding and than the best draft."""
+        ms_per_token, count = cheapest_copy(chances, self._verify_ms)
+        if ms_per_token >= MARGIN * self.ms_per_token(0):
+            return 0
+        return count if ms_per_token < min(map(self.ms_per_token, range(1, self.max_depth + 1))) else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Return where a sibling makes a pass of ``depth`` drafts cheaper for each expected token."""
