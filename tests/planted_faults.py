@@ -1,12 +1,13 @@
 """Faults of published ports, planted in healthy drafters from outside: in a checkpoint, its config, or a wrapper.
 
-    PYTHONPATH=.:tests python tests/planted_faults.py [NAME ...] > table.md
+    PYTHONPATH=.:tests python tests/planted_faults.py [WORD ...] [--results FILE] > table.md
 
-probes every one, or those named, and prints the table of ``docs/doctor.md``.
+probes every one, or those with a word in their names, and prints the table of ``docs/doctor.md``. With
+``--results`` it can be stopped and begun again.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -558,25 +559,51 @@ def is_named(fault: Fault, verdict: Verdict) -> bool:
     )
 
 
+def row_of(case: dict[str, Any]) -> str:
+    """Write a row of the table of ``docs/doctor.md``."""
+    cause = f"{case['status']}: {case['cause']}" if case["cause"] else case["status"]
+    return f"| {case['of']} | {case['planted']} | {cause} | {'yes' if case['named'] else 'NO'} |"
+
+
+def case_of(fault: Fault) -> dict[str, Any]:
+    """Probe a drafter with a fault, and return what came out."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        found, verdict = probed(fault, Path(folder))
+    return {
+        "of": fault.of,
+        "planted": fault.name,
+        "status": verdict.status,
+        "cause": verdict.cause,
+        "evidence": verdict.evidence,
+        "named": is_named(fault, verdict),
+        "acceptance": float(found.hits.right[:, 0].mean()) if found.hits is not None else None,
+        "seconds": round(time.perf_counter() - started),
+    }
+
+
 def main() -> None:
-    """Print the table."""
-    chosen = [
-        fault
-        for fault in FAULTS + FURTHER
-        if not sys.argv[1:] or any(word in f"{fault.of}: {fault.name}" for word in sys.argv[1:])
-    ]
+    """Probe the faults that have no result yet, and print the table of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose drafter or name has one of these words")
+    parser.add_argument("--results", type=Path, help="file of JSON lines: faults in it are not run again")
+    args = parser.parse_args()
+    done: dict[tuple[str, str], dict[str, Any]] = {}
+    if args.results is not None and args.results.exists():
+        for line in args.results.read_text().splitlines():
+            case = json.loads(line)
+            done[case["of"], case["planted"]] = case
     print("| drafter | planted | verdict | named |\n|---|---|---|---|", flush=True)
-    for fault in chosen:
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            found, verdict = probed(fault, Path(folder))
-        cause = f"{verdict.status}: {verdict.cause}" if verdict.cause else verdict.status
-        named = "yes" if is_named(fault, verdict) else "NO"
-        first = found.hits.right[:, 0].mean() if found.hits is not None else 0.0
-        print(f"| {fault.of} | {fault.name} | {cause} | {named} |", flush=True)
-        print(
-            f"  {first:.2f} {time.perf_counter() - started:.0f} s {verdict.evidence}", file=sys.stderr, flush=True
-        )
+    for fault in FAULTS + FURTHER:
+        if args.words and not any(word in f"{fault.of}: {fault.name}" for word in args.words):
+            continue
+        case = done.get((fault.of, fault.name))
+        if case is None:
+            case = case_of(fault)
+            if args.results is not None:
+                with args.results.open("a") as out:
+                    out.write(json.dumps(case) + "\n")
+        print(row_of(case), flush=True)
 
 
 if __name__ == "__main__":

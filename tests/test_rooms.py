@@ -21,9 +21,9 @@ LEVELS: list[dict[str, str]] = [
         "generate_options probe quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
-        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
-        "worker",
+        "mlx_spec.server": "anthropic_messages app body call_rules chat errors guard job memory metrics "
+        "openai_chat openai_completions openai_responses prefix_store reply run service settings streams "
+        "token_text tools worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
