@@ -57,7 +57,8 @@ LEVELS: list[dict[str, str]] = [
     {"mlx_spec": "cache_folder errors"},
     {"metal_kernels.checks": "cases self_check timing"},
     {
-        "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
+        "metal_kernels": "accept_rows argmax_rows attention_call attention_composed attention_prompt "
+        "attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
         "gather_rows gemm_rows limits linear linear_rows logprob_rows mask_rows moe_rows norm_rope qmm_rows "
         "rms_norm_rows rope row_products row_spans stack_rows "
         "topk_rows walk_rows",
