@@ -450,6 +450,8 @@ FAULTS = [
     Fault("embedding and hidden state swapped", "tiny eagle 1", (("swapped",),), weights(halves, "fc.weight")),
 ]
 
+NOTHING = [Fault("nothing", of, ()) for of in HEALTHY]
+
 # Planted after the doctor was finished, to see what it makes of faults that it was not made for.
 FURTHER = [
     Fault(
@@ -553,7 +555,9 @@ def probed(fault: Fault, folder: Path) -> tuple[Probe, Verdict]:
 
 
 def is_named(fault: Fault, verdict: Verdict) -> bool:
-    """Whether a verdict names all parts of the planted cause."""
+    """Whether a verdict names all parts of the planted cause; where nothing was planted, whether it names none."""
+    if fault.plant is None and fault.wrap is None:
+        return verdict.status in ("healthy", "weak drafter")
     return verdict.status == "broken port" and all(
         any(way in verdict.cause for way in ways) for ways in fault.names
     )
@@ -594,7 +598,7 @@ def main() -> None:
             case = json.loads(line)
             done[case["of"], case["planted"]] = case
     print("| drafter | planted | verdict | named |\n|---|---|---|---|", flush=True)
-    for fault in FAULTS + FURTHER:
+    for fault in NOTHING + FAULTS + FURTHER:
         if args.words and not any(word in f"{fault.of}: {fault.name}" for word in args.words):
             continue
         case = done.get((fault.of, fault.name))

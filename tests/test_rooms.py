@@ -31,8 +31,8 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
-        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
-        "verdict watch"
+        "mlx_spec.diagnose": "acceptance capture dump logits plot probe record replay report rows runs stages "
+        "text variants verdict watch"
     },
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "

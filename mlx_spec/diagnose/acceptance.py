@@ -17,6 +17,10 @@ TOGETHER = 32
 LARGEST = 3e38
 # By how much another way of drafting must be better: standard errors of the difference, and share of the drafts.
 STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.01
+# The same for the likelihood of the right tokens, in nats a draft. It sees what changes few drafts.
+LEAST_NATS = 0.02
+# Parts of the positions in each of which a better way has to be better.
+QUARTERS = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Hits:
     among: [n, k] bool: the target's choice is among the candidates.
     place: [n, k]: of the target's choice among the candidates by their scores, from 0; their number where it is
         not among them.
+    likelihood: [n, k]: logarithm of the share that the drafter gives the target's choice among its candidates, in
+        nats; of one that is not among them, that of the least likely candidate.
     early, late: [n, k] bool: the draft is the choice one position earlier, or later.
     text: [n], the number of the text of each anchor.
     position: [n], of each anchor.
@@ -54,6 +60,7 @@ class Hits:
     first: np.ndarray
     among: np.ndarray
     place: np.ndarray
+    likelihood: np.ndarray
     early: np.ndarray
     late: np.ndarray
     text: np.ndarray
@@ -82,23 +89,46 @@ class Hits:
 def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> bool:
     """Whether drafts after the same anchors are clearly better in another way.
 
-    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score; and
-    both at the earlier positions and at the later ones. A rotary base that is too large, say, helps a drafter at
-    positions beyond those that it was trained with, and only there.
+    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score, and at
+    the earlier positions as at the later ones. Or in likelihood, where acceptance is no lower than by chance, in
+    every quarter of the positions, and in the first of them by one standard error. A rotary base that is too
+    large, say, helps a drafter at positions beyond those that it was trained with, and only there.
     """
-    gains = (other.right.mean(axis=1) - declared.right.mean(axis=1), other.scores - declared.scores)
-    if not (is_gain(gains[0], errors) or (is_gain(gains[1], errors) and gains[0].mean() >= 0)):
+    right = other.right.mean(axis=1) - declared.right.mean(axis=1)
+    scores = other.scores - declared.scores
+    if is_gain(right, errors) or (is_gain(scores, errors) and right.mean() >= 0):
+        early = other.position <= np.median(other.position)
+        return all(bool(scores[part].mean() >= 0) for part in (early, ~early) if part.any())
+    nats = nats_gained(other, declared)
+    if not is_gain(nats, max(errors, STANDARD_ERRORS), LEAST_NATS) or is_gain(-right, 1.0):
         return False
-    early = other.position <= np.median(other.position)
-    return all(bool(gains[1][part].mean() >= 0) for part in (early, ~early) if part.any())
+    first, *rest = quarters(other.position)
+    return is_gain(nats[first], 1.0, 0.0) and all(bool(nats[part].mean() > 0) for part in rest)
 
 
-def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS) -> bool:
+def nats_gained(other: Hits, declared: Hits) -> np.ndarray:
+    """Return by how much likelier the right tokens are in another way: [n], in nats a draft."""
+    return np.mean(other.likelihood - declared.likelihood, axis=1)
+
+
+def least_gain(other: Hits, declared: Hits) -> float:
+    """Return what another way gains in the quarter of the positions where it gains least, in nats a draft."""
+    nats = nats_gained(other, declared)
+    return min((float(nats[part].mean()) for part in quarters(other.position)), default=0.0)
+
+
+def quarters(positions: np.ndarray) -> list[np.ndarray]:
+    """Return which anchors are in each quarter, by their positions; empty quarters are left out."""
+    parts = np.array_split(np.argsort(positions, kind="stable"), QUARTERS)
+    return [part for part in parts if part.size]
+
+
+def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS, least: float = LEAST_GAIN) -> bool:
     """Whether the mean of gains [n] is above zero by more than so many standard errors."""
     if gains.size < 2:
         return False
     error = float(gains.std(ddof=1)) / gains.size**0.5
-    return bool(gains.mean() > max(LEAST_GAIN, errors * error))
+    return bool(gains.mean() > max(least, errors * error))
 
 
 def measure(
@@ -125,7 +155,8 @@ def measure(
     empty = np.zeros((0, depth), dtype=bool)
     if not parts:
         numbers = np.zeros(0, dtype=np.int64)
-        return Hits(empty, empty, empty, empty.astype(np.int64), empty, empty, numbers, numbers)
+        likelihood = empty.astype(np.float64)
+        return Hits(empty, empty, empty, empty.astype(np.int64), likelihood, empty, empty, numbers, numbers)
     return Hits(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
@@ -243,7 +274,21 @@ def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth:
         "first": ids[..., 0] == truth,
         "among": among.any(axis=-1),
         "place": np.where(among.any(axis=-1), places, ids.shape[-1]),
+        "likelihood": likelihoods(scores, own, among.any(axis=-1)),
         "early": drafted == choices[at],
         "late": drafted == choices[at + 2],
         "position": np.array(anchors),
     }
+
+
+def likelihoods(scores: np.ndarray, own: np.ndarray, is_among: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities [n, k] among candidates whose scores are [n, k, C].
+
+    own: [n, k, 1], the scores of the right ones; where these are not among the candidates, the least score counts.
+    """
+    with np.errstate(invalid="ignore"):
+        wide = np.where(np.isfinite(scores), scores, np.finfo(np.float32).min).astype(np.float64)
+        most = wide.max(axis=-1, keepdims=True)
+        total = most[..., 0] + np.log(np.exp(wide - most).sum(axis=-1))
+        chosen = np.where(is_among & np.isfinite(own[..., 0]), own[..., 0], wide.min(axis=-1))
+    return chosen - total

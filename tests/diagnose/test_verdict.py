@@ -25,7 +25,17 @@ def hits(share: float, anchors: int = 200, seed: int = 0, texts: int = 2, **chan
     no = np.zeros_like(right)
     place = np.where(right, 0, 16)
     at = np.arange(anchors)
-    found = Hits(right, right, right | (rng.random(right.shape) < 0.5), place, no, no, at % texts, at // texts)
+    found = Hits(
+        right,
+        right,
+        right | (rng.random(right.shape) < 0.5),
+        place,
+        -place / 16.0,
+        no,
+        no,
+        at % texts,
+        at // texts,
+    )
     return replace(found, **changes)
 
 
