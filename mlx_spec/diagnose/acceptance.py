@@ -19,6 +19,10 @@ LARGEST = 3e38
 STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.01
 # The same for the likelihood of the right tokens, in nats a draft. It sees what changes few drafts.
 LEAST_NATS = 0.02
+# Share of right drafts below which likelihood says little but how flat a distribution is.
+LEAST_RIGHT = 0.1
+# How sharp a drafter's distribution is says nothing of its port, so what is likelier has to be so at several.
+TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 # Parts of the positions in each of which a better way has to be better.
 QUARTERS = 4
 
@@ -49,8 +53,8 @@ class Hits:
     among: [n, k] bool: the target's choice is among the candidates.
     place: [n, k]: of the target's choice among the candidates by their scores, from 0; their number where it is
         not among them.
-    likelihood: [n, k]: logarithm of the share that the drafter gives the target's choice among its candidates, in
-        nats; of one that is not among them, that of the least likely candidate.
+    likelihood: [n, k, temperatures]: logarithm of the share that the drafter gives the target's choice among its
+        candidates at each of TEMPERATURES, in nats; of one that is not among them, that of the least likely one.
     early, late: [n, k] bool: the draft is the choice one position earlier, or later.
     text: [n], the number of the text of each anchor.
     position: [n], of each anchor.
@@ -90,31 +94,47 @@ def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> b
     """Whether drafts after the same anchors are clearly better in another way.
 
     By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score, and at
-    the earlier positions as at the later ones. Or in likelihood, where acceptance is no lower than by chance, in
-    every quarter of the positions, and in the first of them by one standard error. A rotary base that is too
-    large, say, helps a drafter at positions beyond those that it was trained with, and only there.
+    the earlier positions as at the later ones. Or in likelihood, where acceptance is no lower, in every quarter of
+    the positions, and in the first of them by one standard error. A rotary base that is too large, say, helps a
+    drafter at positions beyond those that it was trained with, and only there.
     """
     right = other.right.mean(axis=1) - declared.right.mean(axis=1)
     scores = other.scores - declared.scores
     if is_gain(right, errors) or (is_gain(scores, errors) and right.mean() >= 0):
         early = other.position <= np.median(other.position)
         return all(bool(scores[part].mean() >= 0) for part in (early, ~early) if part.any())
-    nats = nats_gained(other, declared)
-    if not is_gain(nats, max(errors, STANDARD_ERRORS), LEAST_NATS) or is_gain(-right, 1.0):
+    return bool(right.mean() >= 0) and is_likelier(other, declared, max(errors, STANDARD_ERRORS))
+
+
+def is_likelier(other: Hits, declared: Hits, errors: float) -> bool:
+    """Whether the right tokens are clearly likelier in another way, at any temperature, see ``is_better``."""
+    if other.right.size == 0 or other.right.mean() < LEAST_RIGHT:
         return False
     first, *rest = quarters(other.position)
-    return is_gain(nats[first], 1.0, 0.0) and all(bool(nats[part].mean() > 0) for part in rest)
+    return all(
+        is_gain(nats, errors, LEAST_NATS)
+        and is_gain(nats[first], 1.0, 0.0)
+        and all(bool(nats[part].mean() > 0) for part in rest)
+        for nats in nats_gained(other, declared)
+    )
 
 
-def nats_gained(other: Hits, declared: Hits) -> np.ndarray:
-    """Return by how much likelier the right tokens are in another way: [n], in nats a draft."""
-    return np.mean(other.likelihood - declared.likelihood, axis=1)
+def nats_gained(other: Hits, declared: Hits) -> list[np.ndarray]:
+    """Return by how much likelier the right tokens are in another way, in nats a draft.
+
+    Two arrays [n]: at the temperature that suits the one, and at the one that suits the other.
+    """
+    gains = np.mean(other.likelihood - declared.likelihood, axis=1)
+    best = [int(np.argmax(hits.likelihood.mean(axis=(0, 1)))) for hits in (other, declared)]
+    return [gains[:, temperature] for temperature in best]
 
 
 def least_gain(other: Hits, declared: Hits) -> float:
     """Return what another way gains in the quarter of the positions where it gains least, in nats a draft."""
-    nats = nats_gained(other, declared)
-    return min((float(nats[part].mean()) for part in quarters(other.position)), default=0.0)
+    if not other.position.size:
+        return 0.0
+    parts = quarters(other.position)
+    return min(float(nats[part].mean()) for nats in nats_gained(other, declared) for part in parts)
 
 
 def quarters(positions: np.ndarray) -> list[np.ndarray]:
@@ -155,7 +175,7 @@ def measure(
     empty = np.zeros((0, depth), dtype=bool)
     if not parts:
         numbers = np.zeros(0, dtype=np.int64)
-        likelihood = empty.astype(np.float64)
+        likelihood = np.zeros((0, depth, len(TEMPERATURES)))
         return Hits(empty, empty, empty, empty.astype(np.int64), likelihood, empty, empty, numbers, numbers)
     return Hits(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
@@ -282,13 +302,15 @@ def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth:
 
 
 def likelihoods(scores: np.ndarray, own: np.ndarray, is_among: np.ndarray) -> np.ndarray:
-    """Return the log-probabilities [n, k] among candidates whose scores are [n, k, C].
+    """Return the log-probabilities [n, k, temperatures] among candidates whose scores are [n, k, C].
 
     own: [n, k, 1], the scores of the right ones; where these are not among the candidates, the least score counts.
     """
-    with np.errstate(invalid="ignore"):
-        wide = np.where(np.isfinite(scores), scores, np.finfo(np.float32).min).astype(np.float64)
-        most = wide.max(axis=-1, keepdims=True)
-        total = most[..., 0] + np.log(np.exp(wide - most).sum(axis=-1))
-        chosen = np.where(is_among & np.isfinite(own[..., 0]), own[..., 0], wide.min(axis=-1))
-    return chosen - total
+    finite = np.where(np.isfinite(scores), scores, np.finfo(np.float32).min).astype(np.float64)
+    chosen = np.where(is_among & np.isfinite(own[..., 0]), own[..., 0], finite.min(axis=-1))
+    found = []
+    for temperature in TEMPERATURES:
+        wide = (finite - finite.max(axis=-1, keepdims=True)) / temperature
+        total = np.log(np.exp(wide).sum(axis=-1))
+        found.append((chosen - finite.max(axis=-1)) / temperature - total)
+    return np.stack(found, axis=-1)

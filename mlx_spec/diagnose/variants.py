@@ -122,8 +122,9 @@ class Found:
     @property
     def is_promising(self) -> bool:
         """Whether more anchors may show that it is better."""
-        scores, nats = self.hits.scores - self.other.scores, nats_gained(self.hits, self.other)
-        return is_gain(scores, PROMISING) or is_gain(nats, PROMISING, LEAST_NATS)
+        if is_gain(self.hits.scores - self.other.scores, errors=PROMISING):
+            return True
+        return all(is_gain(nats, PROMISING, LEAST_NATS) for nats in nats_gained(self.hits, self.other))
 
     @property
     def least_gain(self) -> float:
