@@ -21,9 +21,9 @@ LEVELS: list[dict[str, str]] = [
         "generate_options probe quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
-        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
-        "worker",
+        "mlx_spec.server": "anthropic_messages app body call_rules chat errors guard job memory metrics "
+        "openai_chat openai_completions openai_responses prefix_store reply run service settings streams "
+        "token_text tools worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
@@ -32,8 +32,8 @@ LEVELS: list[dict[str, str]] = [
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
-        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
-        "verdict watch"
+        "mlx_spec.diagnose": "acceptance capture dump logits plot probe record replay report rows runs stages "
+        "text variants verdict watch"
     },
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "

@@ -225,7 +225,9 @@ class Engine:
         for part in (generation, generation.boundary):
             if part is not None:
                 discard(self.states, part)
-        generation.boundary = None
+        for kept in generation.marks:
+            kept.free()
+        generation.boundary, generation.marks = None, []
 
     def _step(self, asked: Generation | Sequence[Generation], answering: bool) -> Round | list[Round]:
         """Run a round, and return it as it was asked for; whatever is raised leaves no generation changed."""
