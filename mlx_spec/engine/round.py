@@ -10,7 +10,7 @@ Of a single generation, ``draft_ahead`` queues the next round's draft before the
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +23,10 @@ from mlx_spec.drafters.forced import with_forced
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, rows_of_path
 from mlx_spec.engine.at_rest import compute
+from mlx_spec.engine.costs import Setting, Shape
 from mlx_spec.engine.drafter_states import DrafterStates
 from mlx_spec.engine.generation import Generation, Round
-from mlx_spec.engine.scheduler import Share
+from mlx_spec.engine.scheduler import Share, setting_of
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.engine.verify import (
     Drafted,
@@ -119,12 +120,20 @@ class Accepted:
         return rows_of_path(self.drafted.token_ids, self.path[: len(self.tokens)])
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What a round teaches: acceptance, and what rounds of such a shape take, in milliseconds."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    times: list[tuple[Setting, Shape, float]] = field(default_factory=list)
+
+
 def run_round(
     target: Target,
     states: DrafterStates,
     shares: Sequence[Share],
     errors: Errors,
-    done: list[Accepted],
+    taught: Taught,
     answering: bool = False,
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
@@ -132,7 +141,7 @@ def run_round(
     target, states: what runs, and what the drafter remembers.
     shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
-    done: what each generation gets is added, for ``learn``, once nothing can break the round off any more.
+    taught: what the round teaches is added, for ``learn``, once nothing can break the round off any more.
     answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
@@ -143,8 +152,11 @@ def run_round(
     accepted = accept(target, verified, errors)
     for generation in errors:
         generation.ahead = generation.planned = None
+    time_of_round = None if answering or verified.is_timed else setting_and_shape(drafted)
     rounds = commit(target, states, accepted, started)
-    done.extend(accepted)
+    taught.accepted.extend(accepted)
+    if time_of_round is not None and not errors:
+        taught.times.append((*time_of_round, (time.perf_counter() - started) * 1e3))
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
         passes = verified.draft_seconds, verified.seconds
         timed.statistics.count_timed(*passes, time.perf_counter() - started - sum(passes))
@@ -317,6 +329,18 @@ def emit(accepted: Accepted, seconds: float) -> Round:
     )
     from_draft = min(from_draft, len(accepted.tokens))
     return Round(accepted.tokens, from_draft, accepted.logprobs, accepted.finish_reason)
+
+
+def setting_and_shape(drafted: Sequence[Drafted]) -> tuple[Setting, Shape] | None:
+    """Return what the time of a round is the time of; None where it waits for a prompt, or a grammar drafted."""
+    generations = [part.generation for part in drafted]
+    if not all(part.was_known for part in drafted if part.draft.tokens.size):
+        return None
+    if not all(generation.statistics.rounds for generation in generations):
+        return None
+    depths = [len(part.tree.chain) - 1 for part in drafted]
+    rows = sum(part.tree.num_rows for part in drafted)
+    return setting_of(generations), Shape(max(depths), rows, max(1, sum(depth > 0 for depth in depths)))
 
 
 def learn(accepted: Accepted) -> None:

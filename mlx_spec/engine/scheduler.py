@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metal_kernels import MAX_VERIFY_ROWS
-from mlx_spec.engine.costs import Costs
-from mlx_spec.engine.draft_policy import DepthOffer
+from mlx_spec.engine.costs import ALONE, RoundCosts, Setting, Shape
+from mlx_spec.engine.draft_policy import MARGIN, DepthOffer
 from mlx_spec.engine.generation import Generation
 from mlx_spec.errors import ContextFull
 from mlx_spec.target import CachedSequence, reserve_positions
@@ -34,7 +34,7 @@ class Share:
 class Scheduler:
     """Gives turns, and shares the rows of each pass out."""
 
-    def __init__(self, context: int, costs: Costs | None) -> None:
+    def __init__(self, context: int, costs: RoundCosts | None) -> None:
         """Give no turn yet.
 
         context: positions of the target.
@@ -90,7 +90,10 @@ class Scheduler:
             depth = generation.policy.depth() if generation.planned is None else generation.planned
             forced = forced_tokens(generation, min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1)
             return [Share(generation, min(depth, limits[0]), free, forced)], errors
-        depths = share_rows([g.policy.offer() for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs)
+        setting = setting_of([g for g, _ in fits])
+        depths = share_rows(
+            [g.policy.offer(len(fits)) for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs, setting
+        )
         return [
             Share(g, depth, depth + 1, forced_tokens(g, depth)) for (g, _), depth in zip(fits, depths, strict=True)
         ], errors
@@ -106,6 +109,12 @@ class Scheduler:
         return min(generation.remaining_tokens, self._context - generation.sequence.length, free_positions)
 
 
+def setting_of(generations: Sequence[Generation]) -> Setting:
+    """Return what a round of these sequences has to do besides its passes, and after how much."""
+    work = "; ".join(sorted({generation.request.work for generation in generations}))
+    return Setting(work, len(generations), max(generation.sequence.length for generation in generations))
+
+
 def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
     """Return the tokens that a generation's grammar forces, as many of them as may be drafted."""
     request = generation.request
@@ -115,7 +124,13 @@ def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
     return tuple(generation.place.forced()[: most if asked is None else min(most, asked)])
 
 
-def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:
+def share_rows(
+    offers: Sequence[DepthOffer],
+    limits: Sequence[int],
+    rows: int,
+    costs: RoundCosts | None,
+    setting: Setting = ALONE,
+) -> list[int]:
     """Return how many tokens to draft for each sequence of a pass of up to ``rows`` rows.
 
     Every sequence has a row of its own for its anchor. Drafts that are asked for come first; then those that may
@@ -124,7 +139,8 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
     offers: the drafts of each sequence.
     limits: the largest depth of each.
     rows: of the pass, at most.
-    costs: of passes; without them all optional drafts that fit are taken.
+    costs: of rounds; without them all optional drafts that fit are taken.
+    setting: of the round.
     """
     sequences = len(offers)
     asked, further = ranked(offers, limits, optional=False), ranked(offers, limits, optional=True)
@@ -140,10 +156,15 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
         tokens = sequences + sum(chance for chance, _ in asked + further[:count])
         # One draft pass serves all, as deep as the deepest of them.
         drafted = [depth for depth in depths(count) if depth]
-        drafting = costs.draft_ms(max(drafted, default=0), len(drafted))
-        return (drafting + costs.verify_ms(sequences + len(asked) + count)) / tokens
+        shape = Shape(max(drafted, default=0), sequences + len(asked) + count, max(1, len(drafted)))
+        return costs.round_ms(setting, shape) / tokens
 
-    return depths(len(further) if costs is None else min(range(len(further) + 1), key=ms_per_token))
+    if costs is None:
+        return depths(len(further))
+    best = min(range(len(further) + 1), key=ms_per_token)
+    ratio = ms_per_token(best) / ms_per_token(0)
+    is_look = not asked and costs.wants_plain(setting, ratio)
+    return depths(best if ratio < MARGIN and not is_look else 0)
 
 
 def ranked(offers: Sequence[DepthOffer], limits: Sequence[int], optional: bool) -> list[tuple[float, int]]:

@@ -16,6 +16,7 @@ class Exactness:
 
 
 NOT_CHECKED = Exactness(False, "not checked")
+NOT_YET = Exactness(False, "not checked yet: that comes after the first text")
 
 
 @dataclass
