@@ -12,8 +12,9 @@ from mlx_spec.engine.costs import ALONE, RoundCosts, Setting
 
 # A round's evidence fades by this factor, so acceptance follows the text.
 DECAY = 0.96
-# Rounds between probes while drafting is paused; doubled after each probe that is not fully accepted.
-FIRST_WAIT, LONGEST_WAIT = 8, 64
+# Rounds between probes while drafting is paused. They double up to the longest, and on until probes take no more
+# than a share of the time.
+FIRST_WAIT, LONGEST_WAIT, PROBE_SHARE = 8, 64, 0.015
 PROBE_ROUNDS = 4
 # Tokens of a probe whose rows others could have.
 PROBE_DEPTH = 1
@@ -170,8 +171,8 @@ class CostAware:
     """Minimises the expected time of a round / its expected tokens, from costs and recent acceptance.
 
     It begins with weak confidence at the drafter's usual level, and pauses drafting where plain decoding is
-    cheaper. Paused, it probes after 8 rounds, then 16, up to 64, and from 8 on after a probe that was fully
-    accepted. While it drafts, it looks at plain decoding where the costs of that are known badly.
+    cheaper. Paused, it probes after 8 rounds, then 16, up to 64, or later where probes are expensive. While it
+    drafts, it looks at plain decoding where the costs of that are known badly.
 
     costs: of rounds on this machine.
     max_depth: the most tokens of a draft.
@@ -239,7 +240,7 @@ class CostAware:
         if not drafted:
             self._paused_for += 1
             return
-        if not self._probing or accepted == drafted:
+        if not self._probing:
             self._wait, self._paused_for = FIRST_WAIT, 0
         self._probing = max(0, self._probing - 1)
         for i in range(min(accepted + 1, drafted)):
@@ -315,9 +316,15 @@ class CostAware:
 
     def _probes_now(self, sequences: int = 1) -> bool:
         if not self._probing and self._paused_for >= self._wait * sequences:
-            self._wait, self._paused_for = min(2 * self._wait, LONGEST_WAIT), 0
+            self._wait, self._paused_for = min(2 * self._wait, self._longest_wait()), 0
             self._probing = PROBE_ROUNDS
         return self._probing > 0
+
+    def _longest_wait(self) -> int:
+        """Return the rounds after which a probe of one token takes no more than its share of the time."""
+        table = self.costs.table(self.setting)
+        more = table[1][2] / table[0][1] - 1
+        return max(LONGEST_WAIT, int(PROBE_ROUNDS * more / PROBE_SHARE))
 
     def _best_draft(self) -> int:
         """Return the depth of at least one that promises most, those counted in that should be tried once."""

@@ -123,33 +123,21 @@ def test_a_cheap_drafter_is_used_from_the_first_round_at_full_depth_while_all_is
     assert policy.reason.startswith("about 7: drafting 7, a chain, is expected to cost ")
 
 
-def test_an_expensive_drafter_is_paused_and_probed_after_8_16_to_64_rounds() -> None:
+def test_an_expensive_drafter_is_paused_and_probed_after_8_16_and_so_on() -> None:
+    """Up to where 4 rounds that take 2.1 times as long are 1.5 % of the time."""
     policy = CostAware(EXPENSIVE, 7)
     runs, drafting = [], None
-    for _ in range(1100):
+    for _ in range(1500):
         depth = policy.depth()
         if (depth > 0) != drafting:
             drafting = depth > 0
             runs.append(0)
         runs[-1] += 1
         policy.update(depth, 0, None)
-    assert runs[:-1] == [8, 4, 16, 4, 32, 4, *[64, 4] * 20][: len(runs) - 1]
+    assert runs[:-1] == [8, 4, 16, 4, 32, 4, 64, 4, 128, 4, 256, 4, *[293, 4] * 9][: len(runs) - 1]
     assert len(runs) > 13
     assert policy.reason.startswith("paused: drafting ")
     assert policy.reason.endswith("plain decoding 10.0")
-
-
-def test_a_probe_whose_drafts_are_all_accepted_makes_the_next_wait_short() -> None:
-    policy = CostAware(EXPENSIVE, 7)
-    waits, waited, probes = [], 0, 0
-    while len(waits) < 6:
-        depth = policy.depth()
-        if depth and waited:
-            waits.append(waited)
-            probes += 1
-        waited = 0 if depth else waited + 1
-        policy.update(depth, depth if probes == 4 else 0, None)
-    assert waits == [8, 16, 32, 64, 8, 16]
 
 
 def test_a_gain_below_the_margin_is_not_worth_drafting() -> None:
