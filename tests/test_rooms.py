@@ -27,8 +27,8 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store synthetic teacher_forced turns wiring "
-        "workloads",
+        "mlx_spec.measure": "after_text costs exactness kept_costs random_models scripted store synthetic "
+        "teacher_forced turns wiring workloads",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
@@ -36,8 +36,8 @@ LEVELS: list[dict[str, str]] = [
         "text variants verdict watch"
     },
     {
-        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
-        "scheduler statistics verify",
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation learned_costs prompt "
+        "request round scheduler statistics verify",
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
