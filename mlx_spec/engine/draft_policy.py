@@ -21,6 +21,8 @@ PRIOR, RUNNER_UP = 0.75, 0.25
 FORGET = 0.98
 # Drafting must promise this much less time a token than plain decoding, or it is paused; siblings less than none.
 MARGIN = 0.98
+# And a copy so much less than a draft: text that stood before is easier than other text for a drafter, too.
+COPY_MARGIN = 0.9
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +289,8 @@ class CostAware:
         ms_per_token, count = cheapest_copy(chances, self._verify_ms)
         if ms_per_token >= MARGIN * self.ms_per_token(0):
             return 0
-        return count if ms_per_token < min(map(self.ms_per_token, range(1, self.max_depth + 1))) else 0
+        drafted = min(map(self.ms_per_token, range(1, self.max_depth + 1)))
+        return count if ms_per_token < COPY_MARGIN * drafted else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Return where a sibling makes a pass of ``depth`` drafts cheaper for each expected token."""
