@@ -25,6 +25,8 @@ PRIOR_TRIES = 4.0
 FORGET = 0.98
 # Drafting must promise this much less time a token than plain decoding, or it is paused; siblings less than none.
 MARGIN = 0.98
+# And a copy so much less than a draft: text that stood before is easier than other text for a drafter, too.
+COPY_MARGIN = 0.9
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +306,7 @@ class CostAware:
         table = self.costs.table(self.setting)
         ms_per_token, count = cheapest_copy(chances, table[0])
         plain, *drafting = (ms for ms, _ in self._best(table))
-        return count if ms_per_token < min(MARGIN * plain, *drafting) else 0
+        return count if ms_per_token < min(MARGIN * plain, COPY_MARGIN * min(drafting)) else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Return where a sibling makes a pass of ``depth`` drafts cheaper for each expected token."""

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from mlx_spec.engine.costs import Costs, interpolate
-from mlx_spec.engine.draft_policy import DECAY, MARGIN, Adaptive, CopiesAlone, CostAware, FixedDepth, policy_for
+from mlx_spec.engine.draft_policy import (
+    COPY_MARGIN,
+    DECAY,
+    MARGIN,
+    Adaptive,
+    CopiesAlone,
+    CostAware,
+    FixedDepth,
+    policy_for,
+)
 
 CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
 # A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
@@ -292,8 +301,8 @@ def test_a_copy_takes_the_round_where_it_is_cheaper_than_drafting(rate: float, c
     chances = tuple(chance**count for count in range(1, 16))
     alone = copies.copied(chances)
     ms = CHEAP.verify_ms(alone + 1) / (1 + sum(chances[:alone]))
-    drafted = min(policy.ms_per_token(depth) for depth in range(8))
-    assert policy.copied(chances) == (alone if ms < drafted else 0)
+    drafted = min(policy.ms_per_token(depth) for depth in range(1, 8))
+    assert policy.copied(chances) == (alone if ms < min(MARGIN * 10.0, COPY_MARGIN * drafted) else 0)
 
 
 def test_what_copies_without_costs_takes_what_there_is() -> None:
