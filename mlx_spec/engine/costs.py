@@ -71,7 +71,7 @@ class Costs:
     As the costs of rounds they are fixed: a round takes what its two passes take.
 
     verify: by the rows of a pass.
-    draft: by the tokens that are drafted.
+    draft: by the tokens that are drafted; empty without a drafter.
     draft_more: what each further sequence adds to a draft of so many tokens; empty where it is not known.
     """
 
@@ -88,7 +88,7 @@ class Costs:
 
     def draft_ms(self, count: int, sequences: int = 1) -> float:
         """Return the cost of a draft pass of so many sequences; drafting nothing is free."""
-        if not count:
+        if not count or not self.draft:
             return 0.0
         more = interpolate(self.draft_more, count) if self.draft_more else 0.0
         return interpolate(self.draft, count) + (sequences - 1) * more
