@@ -21,23 +21,23 @@ LEVELS: list[dict[str, str]] = [
         "generate_options probe quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
-        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
-        "worker",
+        "mlx_spec.server": "anthropic_messages app body call_rules chat errors guard job memory metrics "
+        "openai_chat openai_completions openai_responses prefix_store reply run service settings streams "
+        "token_text tools worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store synthetic teacher_forced turns wiring "
-        "workloads",
+        "mlx_spec.measure": "after_text costs exactness kept_costs random_models scripted store synthetic "
+        "teacher_forced turns wiring workloads",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
-        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
-        "verdict watch"
+        "mlx_spec.diagnose": "acceptance capture dump logits plot probe record replay report rows runs stages "
+        "text variants verdict watch"
     },
     {
-        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
-        "scheduler statistics verify",
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation learned_costs prompt "
+        "request round scheduler statistics verify",
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {

@@ -30,12 +30,13 @@ from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.demo import HELD_OUT, WORKLOADS
 from mlx_spec.diagnose.plot import check_plots
 from mlx_spec.engine import Engine, Request
+from mlx_spec.engine.learned_costs import LearnedCosts
 from mlx_spec.engine.statistics import SourceCounts, Statistics, added, in_words
 from mlx_spec.errors import RequestError
 from mlx_spec.generate.options import make_sampling
 from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
-from mlx_spec.measure.costs import as_json
+from mlx_spec.measure.kept_costs import as_json
 from mlx_spec.measure.random_models import CONFIGS
 from mlx_spec.measure.store import version_of
 from mlx_spec.measure.synthetic import Synthetic, time_synthetic
@@ -374,7 +375,7 @@ def run_workloads(args: argparse.Namespace) -> int:
     print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
     about = {
         **machine(),
-        "costs": None if engine.costs is None else as_json(engine.costs),
+        "costs": as_json(engine.costs) if isinstance(engine.costs, LearnedCosts) else None,
         "arguments": {name: str(value) for name, value in vars(args).items()},
     }
     print(json.dumps({**about, "kinds": kinds, "different_replies": different}))
@@ -443,7 +444,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(engine.target.dtype),
         "exact": engine.exactness.holds,
         "seconds": round(time.perf_counter() - started, 1),
-        "costs": None if engine.costs is None else as_json(engine.costs),
+        "costs": as_json(engine.costs) if isinstance(engine.costs, LearnedCosts) else None,
         "arguments": {name: str(value) for name, value in vars(args).items()},
     }
     print(json.dumps({**about, **result}))

@@ -35,7 +35,8 @@ from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.layers import Attention
 
-MAX_DRAFTS = 7
+# A pass has a row for the anchor, too.
+MAX_DRAFTS = MAX_VERIFY_ROWS - 1
 # Candidates of a drafted token; sampled drafts are drawn among these.
 CANDIDATES = 16
 
@@ -242,6 +243,7 @@ class ChainDrafter:
         Those of the pending rows, the newest of each sequence included, have no prefix up to attention; those of
         step i, of the newest rows alone, begin with ``steps.i``.
         """
+        record("rope_frequencies", self.forward.attention.rope.frequencies)
         return self._propose(requests, record)
 
     def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:

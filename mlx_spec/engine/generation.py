@@ -37,6 +37,8 @@ class Generation:
     planned: how many tokens the next round drafts, where that was decided in the round before.
     ahead: the draft of the next round, where it was made before the host read the one before.
     boundary: the generation as it was at the last chunk boundary of its prompt, for one that goes on from it.
+    marks: what the target had cached at some chunk boundaries before that, in order. Only of models with recurrent
+        layers, which cannot go back; one that departs earlier goes on from there.
     """
 
     request: Request
@@ -55,6 +57,7 @@ class Generation:
     planned: int | None = None
     ahead: Ahead | None = None
     boundary: "Generation | None" = None
+    marks: list[CachedSequence] = field(default_factory=list)
 
     @property
     def anchor_position(self) -> int:
@@ -65,6 +68,11 @@ class Generation:
     def is_read(self) -> bool:
         """Whether the prompt is read, so that rounds may begin."""
         return self.sequence.length >= len(self.request.prompt) - 1
+
+    @property
+    def sequences(self) -> list[CachedSequence]:
+        """All that the target has cached for it; pages and states are shared among them."""
+        return [self.sequence, *([self.boundary.sequence] if self.boundary else []), *self.marks]
 
     @property
     def remaining_tokens(self) -> int:

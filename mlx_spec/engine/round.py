@@ -10,7 +10,7 @@ Of a single generation, ``draft_ahead`` queues the next round's draft before the
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -24,9 +24,10 @@ from mlx_spec.drafters.lookup.lookup import Lookup
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, rows_of_path
 from mlx_spec.engine.at_rest import compute
+from mlx_spec.engine.costs import Setting, Shape
 from mlx_spec.engine.drafter_states import DrafterStates
 from mlx_spec.engine.generation import Generation, Round
-from mlx_spec.engine.scheduler import Share
+from mlx_spec.engine.scheduler import Share, setting_of
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.engine.verify import (
     Drafted,
@@ -120,12 +121,20 @@ class Accepted:
         return rows_of_path(self.drafted.token_ids, self.path[: len(self.tokens)])
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What a round teaches: acceptance, and what rounds of such a shape take, in milliseconds."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    times: list[tuple[Setting, Shape, float]] = field(default_factory=list)
+
+
 def run_round(
     target: Target,
     states: DrafterStates,
     shares: Sequence[Share],
     errors: Errors,
-    done: list[Accepted],
+    taught: Taught,
     answering: bool = False,
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
@@ -133,7 +142,7 @@ def run_round(
     target, states: what runs, and what the drafter remembers.
     shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
-    done: what each generation gets is added, for ``learn``, once nothing can break the round off any more.
+    taught: what the round teaches is added, for ``learn``, once nothing can break the round off any more.
     answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
@@ -144,8 +153,11 @@ def run_round(
     accepted = accept(target, verified, errors)
     for generation in errors:
         generation.ahead = generation.planned = None
+    time_of_round = None if answering or verified.is_timed else setting_and_shape(drafted)
     rounds = commit(target, states, accepted, started)
-    done.extend(accepted)
+    taught.accepted.extend(accepted)
+    if time_of_round is not None and not errors:
+        taught.times.append((*time_of_round, (time.perf_counter() - started) * 1e3))
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
         passes = verified.draft_seconds, verified.seconds
         timed.statistics.count_timed(*passes, time.perf_counter() - started - sum(passes))
@@ -328,11 +340,27 @@ def emit(accepted: Accepted, seconds: float) -> Round:
     return Round(accepted.tokens, from_draft, accepted.logprobs, accepted.finish_reason)
 
 
+def setting_and_shape(drafted: Sequence[Drafted]) -> tuple[Setting, Shape] | None:
+    """Return what the time of a round is the time of; None where it waits for a prompt, or a grammar drafted."""
+    generations = [part.generation for part in drafted]
+    copies = [part.share.copied is not None and not part.share.forced for part in drafted]
+    drafts = [part for part, copied in zip(drafted, copies, strict=True) if part.draft.tokens.size and not copied]
+    if not all(part.was_known for part in drafts):
+        return None
+    if not all(generation.statistics.rounds for generation in generations):
+        return None
+    depths = [0 if copied else len(part.tree.chain) - 1 for part, copied in zip(drafted, copies, strict=True)]
+    rows = sum(part.tree.num_rows for part in drafted)
+    return setting_of(generations), Shape(max(depths), rows, max(1, sum(depth > 0 for depth in depths)))
+
+
 def learn(accepted: Accepted) -> None:
     """Let a generation's policy learn from a round that stays."""
-    tree, path = accepted.drafted.tree, accepted.path
+    tree, path, policy = accepted.drafted.tree, accepted.path, accepted.generation.policy
     if accepted.drafted.was_known:
-        accepted.generation.policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
+        policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
+    else:
+        policy.update(0, tree.along_chain(path), None)
 
 
 def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.drafters.lookup.lookup import Copy
-from mlx_spec.engine.costs import Costs
-from mlx_spec.engine.draft_policy import DepthOffer
+from mlx_spec.engine.costs import ALONE, RoundCosts, Setting, Shape
+from mlx_spec.engine.draft_policy import MARGIN, DepthOffer
 from mlx_spec.engine.generation import Generation
 from mlx_spec.errors import ContextFull
 from mlx_spec.target import CachedSequence, reserve_positions
@@ -48,7 +48,7 @@ class Share:
 class Scheduler:
     """Gives turns, and shares the rows of each pass out."""
 
-    def __init__(self, context: int, costs: Costs | None) -> None:
+    def __init__(self, context: int, costs: RoundCosts | None) -> None:
         """Give no turn yet.
 
         context: positions of the target.
@@ -109,11 +109,13 @@ class Scheduler:
         most = MAX_VERIFY_ROWS - len(fits)
         copies = [copied_tokens(g, (), min(self._positions(g, free) - 1, most)) for g, free in fits]
         offers = [
-            g.policy.offer() if copy is None else DepthOffer(copy.chances, optional=True, is_drafted=False)
+            g.policy.offer(len(fits))
+            if copy is None
+            else DepthOffer(copy.chances, optional=True, is_drafted=False)
             for (g, _), copy in zip(fits, copies, strict=True)
         ]
         limits = [limit if copy is None else len(copy.tokens) for limit, copy in zip(limits, copies, strict=True)]
-        depths = share_rows(offers, limits, MAX_VERIFY_ROWS, self._costs)
+        depths = share_rows(offers, limits, MAX_VERIFY_ROWS, self._costs, setting_of([g for g, _ in fits]))
         return [
             shared(generation, depth, copy)
             for (generation, _), depth, copy in zip(fits, depths, copies, strict=True)
@@ -128,6 +130,12 @@ class Scheduler:
     def _positions(self, generation: Generation, free_positions: int) -> int:
         """Return how many rows can be of use: a round of k drafts emits and caches up to k + 1."""
         return min(generation.remaining_tokens, self._context - generation.sequence.length, free_positions)
+
+
+def setting_of(generations: Sequence[Generation]) -> Setting:
+    """Return what a round of these sequences has to do besides its passes, and after how much."""
+    work = "; ".join(sorted({generation.request.work for generation in generations}))
+    return Setting(work, len(generations), max(generation.sequence.length for generation in generations))
 
 
 def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
@@ -170,7 +178,13 @@ def shared(generation: Generation, depth: int, copy: Copy | None) -> Share:
     return Share(generation, 0, depth + 1, copied=copy.first(depth))
 
 
-def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:
+def share_rows(
+    offers: Sequence[DepthOffer],
+    limits: Sequence[int],
+    rows: int,
+    costs: RoundCosts | None,
+    setting: Setting = ALONE,
+) -> list[int]:
     """Return how many tokens to draft for each sequence of a pass of up to ``rows`` rows.
 
     Every sequence has a row of its own for its anchor. Drafts that are asked for come first; then those that may
@@ -179,7 +193,8 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
     offers: the drafts of each sequence.
     limits: the largest depth of each.
     rows: of the pass, at most.
-    costs: of passes; without them all optional drafts that fit are taken.
+    costs: of rounds; without them all optional drafts that fit are taken.
+    setting: of the round.
     """
     sequences = len(offers)
     asked, further = ranked(offers, limits, optional=False), ranked(offers, limits, optional=True)
@@ -195,10 +210,15 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
         tokens = sequences + sum(chance for chance, _ in asked + further[:count])
         # One draft pass serves all, as deep as the deepest of them.
         drafted = [depth for depth, offer in zip(depths(count), offers, strict=True) if depth and offer.is_drafted]
-        drafting = costs.draft_ms(max(drafted, default=0), len(drafted))
-        return (drafting + costs.verify_ms(sequences + len(asked) + count)) / tokens
+        shape = Shape(max(drafted, default=0), sequences + len(asked) + count, max(1, len(drafted)))
+        return costs.round_ms(setting, shape) / tokens
 
-    return depths(len(further) if costs is None else min(range(len(further) + 1), key=ms_per_token))
+    if costs is None:
+        return depths(len(further))
+    best = min(range(len(further) + 1), key=ms_per_token)
+    ratio = ms_per_token(best) / ms_per_token(0)
+    is_look = not asked and costs.wants_plain(setting, ratio)
+    return depths(best if ratio < MARGIN and not is_look else 0)
 
 
 def ranked(offers: Sequence[DepthOffer], limits: Sequence[int], optional: bool) -> list[tuple[float, int]]:

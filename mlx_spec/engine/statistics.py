@@ -17,6 +17,7 @@ class Exactness:
 
 
 NOT_CHECKED = Exactness(False, "not checked")
+NOT_YET = Exactness(False, "not checked yet: that comes after the first text")
 
 
 @dataclass(frozen=True)

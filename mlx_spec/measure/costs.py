@@ -1,9 +1,12 @@
-"""What draft and verify passes cost on this machine, measured once per machine, model and version."""
+"""What draft and verify passes cost on this machine, measured once per machine, model and version.
+
+The doctor and the bench read these tables. An engine learns the costs of its rounds instead, see ``kept_costs``.
+"""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +17,7 @@ from tqdm import tqdm
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.decoding.accept import Greedy
 from mlx_spec.drafters.base import Committed, Drafter, DraftRequest
-from mlx_spec.engine.draft_policy import Costs
+from mlx_spec.engine.costs import Costs
 from mlx_spec.measure import store
 from mlx_spec.target import CachedSequence, Target
 
@@ -30,10 +33,10 @@ logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
 
 
-def measured_costs(target: Target, drafter: Drafter | None, drafter_name: str, progress: bool = False) -> Costs:
+def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
     """Return the stored costs, or measure them (one or two seconds, ten on a CPU) and store them.
 
-    target, drafter: what is timed; without a drafter verify passes alone.
+    target, drafter: what is timed.
     drafter_name: identifies the drafter in the store.
     progress: whether to show a progress bar.
     """
@@ -41,7 +44,7 @@ def measured_costs(target: Target, drafter: Drafter | None, drafter_name: str, p
     costs = from_json(store.read().get(key))
     is_known = costs is not None
     if costs is None:
-        costs = measure_alone(target, progress) if drafter is None else measure(target, drafter, progress)
+        costs = measure(target, drafter, progress)
         store.write(key, as_json(costs))
     logger.info(
         "Costs of %s with %s are %s: %.2f ms for one row, %.2f ms for the first draft.",
@@ -49,7 +52,7 @@ def measured_costs(target: Target, drafter: Drafter | None, drafter_name: str, p
         drafter_name,
         "stored" if is_known else "measured",
         costs.verify_ms(1),
-        costs.draft_ms(min(1, len(costs.draft))),
+        costs.draft_ms(1),
     )
     return costs
 
@@ -67,29 +70,6 @@ def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
         sequence.free()
         for state in states:
             state.free()
-
-
-def measure_alone(target: Target, progress: bool = False) -> Costs:
-    """Time verify passes of several sizes after a short context, without a drafter."""
-    sequence = target.open()
-    try:
-        tokens = mx.zeros((min(CONTEXT, sequence.free_positions),), dtype=mx.int32)
-        target.commit(sequence, target.forward([(sequence, tokens)]))
-        mx.eval(sequence.arrays)
-        passes = {
-            count: partial(verified, target, sequence, tokens[:count]) for count in (1, 2, 4, 8, MAX_VERIFY_ROWS)
-        }
-        return Costs(fastest(passes, progress), {})
-    finally:
-        sequence.free()
-
-
-def verified(
-    target: Target, sequence: CachedSequence, tokens: mx.array, layer_ids: Sequence[int] = ()
-) -> list[mx.array]:
-    """Return what a verify pass computes of these tokens."""
-    passed = target.forward([(sequence, tokens)], layer_ids)
-    return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
 
 def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: list[Any], progress: bool) -> Costs:
@@ -112,7 +92,8 @@ def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: li
     mx.eval(sequence.arrays, rows.aux_hidden_states, propose(states, 1))
 
     def verify(count: int) -> list[mx.array]:
-        return verified(target, sequence, tokens[:count], drafter.target_layer_ids)
+        passed = target.forward([(sequence, tokens[:count])], drafter.target_layer_ids)
+        return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
     def draft(count: int, sequences: int) -> list[mx.array]:
         forks = [states[0].fork() for _ in range(sequences)]
@@ -152,10 +133,7 @@ def as_json(costs: Costs) -> dict[str, dict[str, float]]:
 
 
 def from_json(entry: Any) -> Costs | None:
-    """Return the costs of a stored entry, or None where it is missing or damaged, or no times of passes.
-
-    Without a drafter there are none of drafts.
-    """
+    """Return the costs of a stored entry, or None where it is missing or damaged, or no times of passes."""
     try:
         curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -164,8 +142,7 @@ def from_json(entry: Any) -> Costs | None:
     counts = [count for curve in curves for count in curve]
     times = [*verify.values(), *draft.values()]
     is_usable = (
-        bool(verify)
-        and bool(draft) == bool(draft_more)
+        all(curves)
         and min(counts) > 0
         and all(0 < ms < math.inf for ms in times)
         and all(0 <= ms < math.inf for ms in draft_more.values())
@@ -173,6 +150,6 @@ def from_json(entry: Any) -> Costs | None:
     return Costs(verify, draft, draft_more) if is_usable else None
 
 
-def cost_key(target: Target, drafter: Drafter | None, drafter_name: str) -> str:
+def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
     """Return a key of machine, model, drafter and versions."""
-    return store.key(target, drafter_name, str(drafter.max_draft if drafter else 0))
+    return store.key(target, drafter_name, str(drafter.max_draft))

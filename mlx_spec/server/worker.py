@@ -154,8 +154,10 @@ class Worker:
         self._wake.put(None)
 
     def begin_stop(self) -> None:
-        """End all jobs and the thread, after the round that runs. Safe in a signal handler."""
+        """End all jobs at once, and the thread after the round that runs. Safe in a signal handler."""
         self._stopping = True
+        for job in (*self._running, *self._waiting):
+            job.deliver(Failed(Stopping()))
         self._wake.put(None)
 
     def wait(self) -> None:

@@ -139,7 +139,7 @@ def test_copies_that_are_wrong_become_rare() -> None:
 @cache
 def pair(name: str, folder: Path) -> tuple[Target, Drafter]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         if name == "dflash2":
             target, config = target_of("llama"), dflash2_config()
@@ -287,7 +287,7 @@ def test_a_copy_that_a_grammar_forbids_is_cut() -> None:
 @cache
 def tiny_trained() -> tuple[Engine, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         return load(str(TESTS / "tiny_pair/target"), "lookup")
 
 
