@@ -24,10 +24,18 @@ for (int from = first; from <= last; from += 32) {
   const int split = from + lane, count = metal::min(last + 1 - from, 32);
   const float factor = lane < count ? metal::precise::exp(weights[2 * (index + split)] - highest) : 0.0f;
   const float part = lane < count ? weights[2 * (index + split) + 1] : 0.0f;
-  for (int i = 0; i < count; i++) {
-    const float scale = metal::simd_shuffle(factor, ushort(i));
-    weight = metal::fma(scale, metal::simd_shuffle(part, ushort(i)), weight);
-    if (number < D) sum = metal::fma(scale, partials[long(index + from + i) * D + number], sum);
+  for (int i = 0; i < count; i += 8) {
+    // Read together, so that one wait serves eight; a factor after the last split is 0.
+    float parts[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      parts[j] = partials[long(index + from + metal::min(i + j, count - 1)) * D + metal::min(number, D - 1)];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float scale = metal::simd_shuffle(factor, ushort(i + j));
+      weight = metal::fma(scale, metal::simd_shuffle(part, ushort(i + j)), weight);
+      sum = metal::fma(scale, parts[j], sum);
+    }
   }
 }
 if (number < D) out[int(threadgroup_position_in_grid.x) * D + number] = T(weight == 0.0f ? 0.0f : sum / weight);

@@ -1,15 +1,19 @@
 """Attention of a pass's rows over their sequences' pages and over each other, by absolute position."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import cast
 
 import mlx.core as mx
 
+from metal_kernels.attention_call import Cached, Call, View
+from metal_kernels.attention_composed import composed_attention
+from metal_kernels.attention_prompt import attention_prompt
 from metal_kernels.launching import cpu_library
 from metal_kernels.launching.constants import floats, ints
 from metal_kernels.launching.implementations import implementation
 from metal_kernels.launching.launch import Kernel
+from metal_kernels.launching.tensor_cores import INCLUDES, has_tensor_cores
 from metal_kernels.limits import MAX_VERIFY_ROWS
 
 KERNEL = Kernel(
@@ -31,6 +35,12 @@ KERNEL = Kernel(
     includes=("_attention_splits.h",),
     scratch=("partials", "weights"),
 )
+# For rows of 16 bits on NVIDIA GPUs.
+TWIN = replace(
+    KERNEL,
+    includes=("launching/cuda_dialect.h", *INCLUDES, "_attention_splits.h"),
+    cuda_twin="attention_rows.cu",
+)
 COMBINE = Kernel(
     "attention_combine",
     inputs=("partials", "weights", "lengths", "starts", "paths", "sinks", "place", "sizes"),
@@ -40,61 +50,6 @@ COMBINE = Kernel(
 # Of the kernel: simdgroups of a threadgroup, keys of a tile.
 SIMDGROUPS, TILE = 8, 32
 NO_WINDOW = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Cached:
-    """What the S sequences of a pass hold, and how many of its rows belong to each.
-
-    pages: int32 [S, P]. The first ceil(length / slots) of a sequence's entries are its pages; no others are read.
-    lengths: int32 [S], positions held.
-    counts: rows of each sequence; all rows of one sequence come before those of the next.
-    starts: int32 [S + 1], the first row of each sequence, then R. With it, counts are upper bounds, so that one
-        graph serves however the rows are shared out; only the kernel takes that, for S > 1.
-    """
-
-    pages: mx.array
-    lengths: mx.array
-    counts: tuple[int, ...]
-    starts: mx.array | None = None
-
-
-@dataclass(frozen=True)
-class View:
-    """What a row sees and how its scores are made; see attention_rows."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: mx.array | None = None
-    block: bool = False
-
-
-@dataclass(frozen=True)
-class Call:
-    """What attention_rows was given."""
-
-    queries: mx.array
-    keys: mx.array
-    values: mx.array
-    pool: mx.array
-    layer: int
-    cached: Cached
-    view: View
-    paths: mx.array | None
-
-    def sequence(self, index: int) -> "Call":
-        """Return the part of one sequence."""
-        start, count = sum(self.cached.counts[:index]), self.cached.counts[index]
-        rows = slice(start, start + count)
-        return replace(
-            self,
-            queries=self.queries[rows],
-            keys=self.keys[rows],
-            values=self.values[rows],
-            cached=Cached(self.cached.pages[index : index + 1], self.cached.lengths[index : index + 1], (count,)),
-            paths=None if self.paths is None else self.paths[rows, :count],
-        )
 
 
 def attention_rows(
@@ -142,35 +97,25 @@ def attention_rows(
     is_native, counts = implementation() == "native", cached.counts
     if is_native and max(counts) <= MAX_VERIFY_ROWS:
         return _native(call)
-    outputs = [
-        (_native if is_native and count <= MAX_VERIFY_ROWS else _composed)(call.sequence(index))
-        for index, count in enumerate(counts)
-    ]
+    outputs = [_of_one(call.sequence(index)) for index in range(len(counts))]
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _of_one(call: Call) -> mx.array:
+    """Attend from the rows of the only sequence of a pass that some prompt is in, or that has no kernel."""
+    (count,), held = call.cached.counts, call.cached.held
+    if implementation() == "native" and count <= MAX_VERIFY_ROWS:
+        return _native(call)
+    is_chain = call.paths is None and not call.view.block and call.view.softcap is None
+    if implementation() != "native" or held is None or not is_chain:
+        return composed_attention(call)
+    return attention_prompt(call, held[0])
 
 
 def joined_heads(attended: mx.array) -> mx.array:
     """Return heads [R, H, D] side by side, [R, H * D]."""
     shape = (attended.shape[0], attended.shape[1] * attended.shape[2])
     return cpu_library.copied(attended, shape) if implementation() == "cpu" else attended.reshape(shape)
-
-
-def reference_attention_rows(
-    queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View
-) -> mx.array:
-    """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N], in their dtype."""
-    rows, heads, dim = queries.shape
-    kv_heads = keys.shape[1]
-    by_head = (queries * view.scale).swapaxes(0, 1).reshape(kv_heads, -1, rows, dim)
-    scores = by_head @ keys.transpose(1, 2, 0)[:, None]
-    if view.softcap is not None:
-        scores = mx.tanh(scores / view.softcap) * view.softcap
-    scores = mx.where(visible, scores, -mx.inf)
-    if view.sinks is not None:
-        sinks = view.sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
-        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)[..., : keys.shape[0]]
-    return (weights @ values.swapaxes(0, 1)[:, None]).reshape(heads, rows, dim).swapaxes(0, 1)
 
 
 def split_of(position: int) -> int:
@@ -193,14 +138,13 @@ def _native(call: Call) -> mx.array:
     settings = floats(view.scale, view.softcap or 0.0)
     tree = ints(0) if paths is None else paths
     modes = [("H", heads), ("D", dim), ("HAS_PATHS", paths is not None), ("IS_BLOCK", view.block)]
-    lanes, vectors = _work(dim)
-    simdgroups = -(-max(cached.counts) * (heads // kv_heads) // vectors)
-    work = [("LANES", lanes), ("VECTORS", vectors), ("SIMDGROUPS", SIMDGROUPS)]
-    partials, weights = KERNEL(
+    kernel, work, simdgroups = _work(queries.dtype, max(cached.counts) * (heads // kv_heads))
+    together = min(simdgroups, SIMDGROUPS)
+    partials, weights = kernel(
         [queries, call.keys, call.values, pool, pages, cached.lengths, starts, tree, place, sizes, settings],
         template=[("T", queries.dtype), ("KV", kv_heads), *modes, *work, *_strides(pool)],
-        groups=(kv_heads * -(-simdgroups // SIMDGROUPS), splits, len(cached.counts)),
-        threads=(32 * min(simdgroups, SIMDGROUPS), 1, 1),
+        groups=(kv_heads * -(-simdgroups // together), splits, len(cached.counts)),
+        threads=(32 * together, 1, 1),
         shapes=[(rows, heads, splits, dim), (rows, heads, splits, 2)],
         dtypes=[mx.float32, mx.float32],
     )
@@ -235,10 +179,11 @@ def _cpu(call: Call) -> mx.array:
     return out
 
 
-def _work(dim: int) -> tuple[int, int]:
-    """Return how many lanes share a key, and how many queries a simdgroup holds so that registers suffice."""
-    lanes = 8 if dim <= 112 else 16 if dim <= 224 else 32
-    return lanes, min(4, 32 * lanes // dim)
+def _work(dtype: mx.Dtype, queries: int) -> tuple[Kernel, list[tuple[str, int]], int]:
+    """Return the kernel, its cut, and how many simdgroups share the queries of a sequence and KV head."""
+    if has_tensor_cores(dtype):
+        return TWIN, [], -(-queries // 16)
+    return KERNEL, [("SIMDGROUPS", SIMDGROUPS)], -(-queries // 8)
 
 
 def _strides(pool: mx.array) -> list[tuple[str, int]]:
@@ -250,95 +195,6 @@ def _strides(pool: mx.array) -> list[tuple[str, int]]:
 
 def _starts(counts: tuple[int, ...]) -> mx.array:
     return ints(*(sum(counts[:i]) for i in range(len(counts) + 1)))
-
-
-def _path_by_path(call: Call, paths: mx.array) -> mx.array:
-    """Attend from each row of a tree as from the last row of a chain: what is on its path."""
-    outputs = []
-    for row in range(call.queries.shape[0]):
-        # After the path's end come copies of its first row, which the row does not see.
-        path, depth = mx.maximum(paths[row], 0), mx.sum(paths[row] >= 0) - 1
-        one = replace(
-            call, queries=call.queries[row : row + 1], keys=call.keys[path], values=call.values[path], paths=None
-        )
-        outputs.append(_composed(one, depth))
-    return mx.concatenate(outputs)
-
-
-def _composed(call: Call, depth: mx.array | None = None) -> mx.array:
-    """Attend from the rows of one sequence by MLX's operations; with ``depth`` from one row, which is at that key.
-
-    Every key is at the index of its position and the key axis is padded to whole pages, so on a CPU a row is
-    reduced in the same order whatever other rows there are and however many follow it. In a tree not every key can
-    be, so there each row is a pass of its own.
-    """
-    is_cpu = mx.default_device().type == mx.DeviceType.cpu
-    if call.paths is not None and is_cpu:
-        return _path_by_path(call, call.paths)
-    queries, values, view = call.queries, call.values, call.view
-    count, slots, length = values.shape[0], call.pool.shape[3], call.cached.lengths[0]
-    more = -(-count // slots)
-    pages = mx.concatenate([call.cached.pages[0], mx.zeros((more,), dtype=mx.int32)])
-    pages = mx.where(mx.arange(pages.size) * slots < length, pages, 0)
-    key_at = mx.arange(pages.size * slots)
-    new_at = length + mx.arange(count)
-    row_at = new_at if depth is None else (length + depth)[None]
-
-    def lay_out(side: int, new: mx.array) -> mx.array:
-        old = call.pool[pages, call.layer, side]
-        rows = old.reshape(-1, *new.shape[1:])
-        if side == 1:
-            # Slots of no position may hold anything, and 0 times infinity is not 0.
-            rows = mx.where((key_at < length)[:, None, None], rows, mx.array(0, dtype=rows.dtype))
-        rows[new_at] = new
-        return rows
-
-    visible = _visible(length, row_at, key_at, view, call.paths)
-    if not is_cpu:
-        return _attend(queries, lay_out(0, call.keys), lay_out(1, values), visible, view)
-    # The CPU, which the others are compared with, keeps what a row does not see from it as the kernel does.
-    is_finite = mx.all(mx.isfinite(values), axis=(1, 2))
-    laid = lay_out(0, call.keys), lay_out(1, mx.where(is_finite[:, None, None], values, 0).astype(values.dtype))
-    out = _attend(queries, *laid, visible, view)
-    sees_others = mx.any(visible[:, new_at] & ~is_finite, axis=1)
-    return mx.where(sees_others[:, None, None], mx.nan, out).astype(out.dtype)
-
-
-def _attend(queries: mx.array, keys: mx.array, values: mx.array, visible: mx.array, view: View) -> mx.array:
-    """Attend from queries [R, H, D] to keys and values [N, KV, D] where ``visible`` [R, N]."""
-    if implementation() == "reference":
-        wide = [x.astype(mx.float32) for x in (queries, keys, values)]
-        return reference_attention_rows(wide[0], wide[1], wide[2], visible, view).astype(queries.dtype)
-    if view.softcap is not None:
-        return reference_attention_rows(queries, keys, values, visible, view)
-    out = mx.fast.scaled_dot_product_attention(
-        queries.swapaxes(0, 1)[None],
-        *(x.swapaxes(0, 1)[None] for x in (keys, values)),
-        scale=view.scale,
-        mask=visible,
-        sinks=None if view.sinks is None else view.sinks.astype(queries.dtype),
-    )
-    return out[0].swapaxes(0, 1)
-
-
-def _visible(length: mx.array, row_at: mx.array, key_at: mx.array, view: View, paths: mx.array | None) -> mx.array:
-    """Return [R, N]: which keys, those of the pass laid out after the cached ones, each row sees."""
-    count = row_at.size
-    if paths is not None:
-        steps = mx.arange(count)
-        row_at = length + mx.sum(paths >= 0, axis=1) - 1
-        if view.window is not None:
-            paths = mx.where(row_at[:, None] - (length + steps) < view.window, paths, -1)
-        sees_row = mx.any(paths[:, :, None] == steps, axis=1)
-        index = key_at - length
-        sees_new = sees_row[:, mx.clip(index, 0, count - 1)] & (index < count)
-    elif view.block:
-        sees_new = key_at < length + count
-    else:
-        visible = key_at <= row_at[:, None]
-        return visible if view.window is None else visible & (row_at[:, None] - key_at < view.window)
-    sees_old = mx.array(True) if view.window is None else row_at[:, None] - key_at < view.window
-    return mx.broadcast_to(mx.where(key_at < length, sees_old, sees_new), (count, key_at.size))
 
 
 def _check(call: Call) -> None:
@@ -402,10 +258,10 @@ def _check_cached(cached: Cached, rows: int) -> None:
 
 
 def _check_kernel(dim: int, slots: int) -> None:
-    if dim % (16 if dim <= 112 else 32) or not 16 <= dim <= 256:
+    if dim % 16 or not 16 <= dim <= 256:
         raise ValueError(
-            "The attention kernel takes heads of 16 to 112 numbers in steps of 16 and to 256 in steps of 32, "
-            f"not {dim}; MLX_SPEC_KERNELS=stock takes any."
+            f"The attention kernel takes heads of 16 to 256 numbers in steps of 16, not {dim}; "
+            "MLX_SPEC_KERNELS=stock takes any."
         )
     if slots % TILE:
         raise ValueError(f"The attention kernel takes pages of a multiple of {TILE} slots, not {slots}.")

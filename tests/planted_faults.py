@@ -1,12 +1,13 @@
 """Faults of published ports, planted in healthy drafters from outside: in a checkpoint, its config, or a wrapper.
 
-    PYTHONPATH=.:tests python tests/planted_faults.py [NAME ...] > table.md
+    PYTHONPATH=.:tests python tests/planted_faults.py [WORD ...] [--results FILE] > table.md
 
-probes every one, or those named, and prints the table of ``docs/doctor.md``.
+probes every one, or those with a word in their names, and prints the table of ``docs/doctor.md``. With
+``--results`` it can be stopped and begun again.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from trained_texts import TEXTS
 
 from mlx_spec.demo import DRAFTERS
-from mlx_spec.diagnose.probe import Patient, Probe, probe, texts_of
+from mlx_spec.diagnose.probe import PART_TOKENS, Patient, Probe, probe, texts_of
 from mlx_spec.diagnose.text import Text
 from mlx_spec.diagnose.verdict import Verdict, verdict_of
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
@@ -53,6 +54,8 @@ class Fault:
     names: parts of the cause that a verdict has to name, each in one of these ways.
     plant: changes config and tensors of the checkpoint, unquantised.
     wrap: changes the loaded drafter, as a faulty loader or engine does.
+    expected: the verdict that is right; ``names`` is for broken ports alone.
+    text: number of the text to measure on, 0 for the one of all faults. Others are parts of this project's pages.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Fault:
     names: tuple[tuple[str, ...], ...]
     plant: Plant | None = None
     wrap: Wrap | None = None
+    expected: tuple[str, ...] = ("broken port",)
+    text: int = 0
 
 
 def config_of(config: dict[str, Any], key: str) -> dict[str, Any]:
@@ -449,6 +454,89 @@ FAULTS = [
     Fault("embedding and hidden state swapped", "tiny eagle 1", (("swapped",),), weights(halves, "fc.weight")),
 ]
 
+
+def jittered(seed: int) -> Plant:
+    """Change every weight by about two per cent: another drafter, as good as the one that it is made from."""
+
+    def plant(config: dict[str, Any], tensors: Tensors) -> None:
+        mx.random.seed(seed)
+        for name, value in tensors.items():
+            if mx.issubdtype(value.dtype, mx.floating):
+                tensors[name] = (value * (1 + 0.02 * mx.random.normal(value.shape))).astype(value.dtype)
+
+    return plant
+
+
+def quantised(bits: int) -> Plant:
+    """Round all matrices to so few bits, in groups of 32."""
+
+    def plant(config: dict[str, Any], tensors: Tensors) -> None:
+        for name, value in tensors.items():
+            if value.ndim == 2 and name.endswith("proj.weight") and value.shape[1] % 32 == 0:
+                parts = mx.quantize(value, group_size=32, bits=bits)
+                tensors[name] = mx.dequantize(*parts, group_size=32, bits=bits).astype(value.dtype)
+
+    return plant
+
+
+def trained(steps: int, paths: Sequence[Path]) -> Plant:
+    """Train the head of the tiny pair anew, for so many steps of the 700, on the texts of some files."""
+
+    def plant(config: dict[str, Any], tensors: Tensors) -> None:
+        import train_tiny_pair as tiny
+
+        tokenizer = tiny.PreTrainedTokenizerFast(
+            tokenizer_file=str(TESTS / "tiny_pair" / "target" / "tokenizer.json")
+        )
+        data = np.concatenate([tokenizer.encode(path.read_text(), add_special_tokens=False) for path in paths])
+        mx.random.seed(3)
+        pair, rng = tiny.Pair(tiny.CONFIGS["pair"]), np.random.default_rng(3)
+        pair.target.load_weights(str(TESTS / "tiny_pair" / "target" / "model.safetensors"))
+        optimizer = tiny.optimizers.AdamW(4e-3, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
+
+        def loss(head: Any, tokens: mx.array) -> mx.array:
+            hidden = mx.stop_gradient(pair.target.model(tokens))
+            embedding = mx.stop_gradient(pair.target.model.embed_tokens.weight)
+            anchors, teacher = tiny.every_anchor(tokens), tiny.frozen(embedding)
+            outputs = tiny.chains(head, tiny.QWEN, pair.config, embedding, tokens, hidden, anchors, tiny.CHAIN)
+            lengths = mx.full((tokens.shape[0],), tokens.shape[1])
+            return tiny.loss(outputs, teacher.score, teacher, tokens, lengths, anchors, hidden, hard=0.5)
+
+        gradients_of = tiny.nn.value_and_grad(pair.head, loss)
+        for _ in range(steps):
+            starts = rng.integers(0, len(data) - tiny.LENGTH, tiny.BATCH)
+            batch = mx.array(np.stack([data[at : at + tiny.LENGTH] for at in starts]).astype(np.int32))
+            _, gradients = gradients_of(pair.head, batch)
+            optimizer.update(pair.head, tiny.optimizers.clip_grad_norm(gradients, 1.0)[0])
+            mx.eval(pair.head.parameters(), optimizer.state)
+        head = {name: value.astype(mx.bfloat16) for name, value in tiny.tree_flatten(pair.head.parameters())}
+        tensors.clear()
+        tensors.update({f"mtp.{name}": value for name, value in tiny.zero_centred(head).items()})
+
+    return plant
+
+
+FINE = "healthy", "weak drafter"
+PAGES = sorted((TESTS.parent / "docs").glob("*.md"))
+# Of another style: the licences that come with Python.
+OTHER_TEXTS = [Path(json.__file__).parent / "decoder.py", Path(json.__file__).parent.parent / "LICENSE.txt"]
+NOTHING = [
+    Fault("nothing", of, (), expected=("weak drafter",) if "eagle " in of else ("healthy",)) for of in HEALTHY
+]
+TINY = [of for of in HEALTHY if of.startswith("tiny")]
+SEEDS = [
+    Fault(f"seed {seed}", TINY[seed % len(TINY)], (), jittered(seed), expected=FINE, text=seed)
+    for seed in range(1, 21)
+]
+WEAK = [
+    Fault("60 of 700 steps", "tiny mtp", (), trained(60, PAGES), expected=("weak drafter",)),
+    Fault("trained on other text", "tiny mtp", (), trained(150, OTHER_TEXTS), expected=("weak drafter",)),
+    *(
+        Fault("2 bits", of, (), quantised(2), expected=("weak drafter",))
+        for of in (*TINY, "demo mtp", "demo eagle", "demo dflash2")
+    ),
+]
+
 # Planted after the doctor was finished, to see what it makes of faults that it was not made for.
 FURTHER = [
     Fault(
@@ -503,11 +591,14 @@ def target_of(model: str) -> tuple[Any, Any, DrafterSource]:
 
 
 @cache
-def texts(model: str, kind: str) -> list[Text]:
+def texts(model: str, kind: str, number: int = 0) -> list[Text]:
     """Read the texts of a target once, with all layers."""
     target, tokenizer, source = target_of(model)
     patient = Patient(target, None, KINDS[0], source, tokenizer)
     own = None if model == "demo" else [int(token) for text in TEXTS for token in tokenizer.encode(text)]
+    if number:
+        page = PAGES[number % len(PAGES)].read_text()
+        own = [int(token) for token in tokenizer.encode(page[: 8 * PART_TOKENS])][: 2 * PART_TOKENS]
     found = texts_of(patient, range(target.num_layers + 1), own)
     return found[::2]
 
@@ -546,37 +637,63 @@ def patient_with(fault: Fault, folder: Path) -> Patient:
 
 def probed(fault: Fault, folder: Path) -> tuple[Probe, Verdict]:
     """Probe a drafter with a fault."""
-    found = Probe(texts=list(texts(HEALTHY[fault.of][0], HEALTHY[fault.of][2])))
+    found = Probe(texts=list(texts(HEALTHY[fault.of][0], HEALTHY[fault.of][2], fault.text)))
     probe(patient_with(fault, folder), found)
     return found, verdict_of(found)
 
 
 def is_named(fault: Fault, verdict: Verdict) -> bool:
-    """Whether a verdict names all parts of the planted cause."""
-    return verdict.status == "broken port" and all(
+    """Whether a verdict is right, and names all parts of the planted cause."""
+    return verdict.status in fault.expected and all(
         any(way in verdict.cause for way in ways) for ways in fault.names
     )
 
 
+def row_of(case: dict[str, Any]) -> str:
+    """Write a row of the table of ``docs/doctor.md``."""
+    cause = f"{case['status']}: {case['cause']}" if case["cause"] else case["status"]
+    return f"| {case['of']} | {case['planted']} | {cause} | {'yes' if case['named'] else 'NO'} |"
+
+
+def case_of(fault: Fault) -> dict[str, Any]:
+    """Probe a drafter with a fault, and return what came out."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        found, verdict = probed(fault, Path(folder))
+    return {
+        "of": fault.of,
+        "planted": fault.name,
+        "status": verdict.status,
+        "cause": verdict.cause,
+        "evidence": verdict.evidence,
+        "named": is_named(fault, verdict),
+        "acceptance": float(found.hits.right[:, 0].mean()) if found.hits is not None else None,
+        "seconds": round(time.perf_counter() - started),
+    }
+
+
 def main() -> None:
-    """Print the table."""
-    chosen = [
-        fault
-        for fault in FAULTS + FURTHER
-        if not sys.argv[1:] or any(word in f"{fault.of}: {fault.name}" for word in sys.argv[1:])
-    ]
+    """Probe the faults that have no result yet, and print the table of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose drafter or name has one of these words")
+    parser.add_argument("--results", type=Path, help="file of JSON lines: faults in it are not run again")
+    args = parser.parse_args()
+    done: dict[tuple[str, str], dict[str, Any]] = {}
+    if args.results is not None and args.results.exists():
+        for line in args.results.read_text().splitlines():
+            case = json.loads(line)
+            done[case["of"], case["planted"]] = case
     print("| drafter | planted | verdict | named |\n|---|---|---|---|", flush=True)
-    for fault in chosen:
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            found, verdict = probed(fault, Path(folder))
-        cause = f"{verdict.status}: {verdict.cause}" if verdict.cause else verdict.status
-        named = "yes" if is_named(fault, verdict) else "NO"
-        first = found.hits.right[:, 0].mean() if found.hits is not None else 0.0
-        print(f"| {fault.of} | {fault.name} | {cause} | {named} |", flush=True)
-        print(
-            f"  {first:.2f} {time.perf_counter() - started:.0f} s {verdict.evidence}", file=sys.stderr, flush=True
-        )
+    for fault in NOTHING + SEEDS + WEAK + FAULTS + FURTHER:
+        if args.words and not any(word in f"{fault.of}: {fault.name}" for word in args.words):
+            continue
+        case = done.get((fault.of, fault.name))
+        if case is None:
+            case = case_of(fault)
+            if args.results is not None:
+                with args.results.open("a") as out:
+                    out.write(json.dumps(case) + "\n")
+        print(row_of(case), flush=True)
 
 
 if __name__ == "__main__":

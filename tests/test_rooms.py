@@ -21,19 +21,19 @@ LEVELS: list[dict[str, str]] = [
         "generate_options probe quantize_drafter serve",
     },
     {
-        "mlx_spec.server": "anthropic_messages app body chat errors guard job memory metrics openai_chat "
-        "openai_completions openai_responses prefix_store reply run service settings streams token_text tools "
-        "worker",
+        "mlx_spec.server": "anthropic_messages app body call_rules chat errors guard job memory metrics "
+        "openai_chat openai_completions openai_responses prefix_store reply run service settings streams "
+        "token_text tools worker",
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
-        "mlx_spec.measure": "after_text costs exactness kept_costs random_models scripted store synthetic turns "
-        "wiring",
+        "mlx_spec.measure": "after_text costs exactness kept_costs random_models scripted store synthetic "
+        "teacher_forced turns wiring workloads",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
-        "mlx_spec.diagnose": "acceptance dump plot probe record replay report rows runs stages text variants "
-        "verdict watch"
+        "mlx_spec.diagnose": "acceptance capture dump logits plot probe record replay report rows runs stages "
+        "text variants verdict watch"
     },
     {
         "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation learned_costs prompt "
@@ -41,11 +41,12 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head forced kind kv reference "
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head kind known kv reference "
         "siblings stages tree variants",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load reference selector tensors variants "
         "writer",
         "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
+        "mlx_spec.drafters.lookup": "chances index lookup",
         "mlx_spec.drafters.mtp": "head kind load reference source spec tensors variants",
     },
     {"mlx_spec.checkpoints": "hub"},
@@ -58,7 +59,8 @@ LEVELS: list[dict[str, str]] = [
     {"mlx_spec": "cache_folder errors"},
     {"metal_kernels.checks": "cases self_check timing"},
     {
-        "metal_kernels": "accept_rows argmax_rows attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
+        "metal_kernels": "accept_rows argmax_rows attention_call attention_composed attention_prompt "
+        "attention_rows causal_conv_rows dynamic_conv gated_delta_rows "
         "gather_rows gemm_rows limits linear linear_rows logprob_rows mask_rows moe_rows norm_rope qmm_rows "
         "rms_norm_rows rope row_products row_spans stack_rows "
         "topk_rows walk_rows",
@@ -69,7 +71,7 @@ LEVELS: list[dict[str, str]] = [
     },
 ]
 # The drafters do not know each other, though they are one room.
-APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.drafters.mtp"]
+APART = [f"mlx_spec.drafters.{name}" for name in ("dflash2", "eagle", "lookup", "mtp")]
 ROOT_FILES = {
     "__init__.py",
     "bench.py",

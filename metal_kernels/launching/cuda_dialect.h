@@ -62,6 +62,26 @@ METAL_FUNC T simd_min(T value) {
 METAL_FUNC bool simd_any(bool value) { return __any_sync(0xffffffffu, value); }
 METAL_FUNC bool simd_all(bool value) { return __all_sync(0xffffffffu, value); }
 
+// Lane l holds two neighbouring columns of one row, as on Apple's GPUs, and sums go in their order. One copy of it:
+// compilers take minutes to unroll it into loops.
+struct simdgroup_float8x8 {
+  float elements[2];
+  METAL_FUNC float* thread_elements() { return elements; }
+};
+__device__ __noinline__ void simdgroup_multiply_accumulate(
+    simdgroup_float8x8& to, simdgroup_float8x8 a, simdgroup_float8x8 b, simdgroup_float8x8 c) {
+  const int lane = threadIdx.x & 31, row = (lane >> 2 & 4) + (lane >> 1 & 3), column = (lane >> 2 & 2) + (lane & 1);
+  for (int k = 0; k < 8; k++) {
+    const int of_a = ((row & 4) | (k >> 1 & 2)) * 4 + (row & 3) * 2 + (k >> 1 & 1);
+    const int of_b = ((k & 4) | (column & 2)) * 4 + (k & 3) * 2 + (column & 1);
+    const float even = __shfl_sync(0xffffffffu, a.elements[0], of_a);
+    const float odd = __shfl_sync(0xffffffffu, a.elements[1], of_a);
+    for (int i = 0; i < 2; i++)
+      c.elements[i] = fmaf(k & 1 ? odd : even, __shfl_sync(0xffffffffu, b.elements[i], of_b), c.elements[i]);
+  }
+  to = c;
+}
+
 template <typename T>
 METAL_FUNC T max(T a, T b) { return a < b ? b : a; }
 template <typename T>

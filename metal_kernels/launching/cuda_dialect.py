@@ -29,5 +29,6 @@ def translate(helpers: str, body: str) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
+    text = re.sub(r"(?m)^#include <metal_\w+>$", "", text)
     text = re.sub(r"(?m)^(\s*)threadgroup (?=[^;(]*\[[^;]*;)", r"\1__shared__ ", text)
     return re.sub(r"\b(device|constant|thread|threadgroup) (?!_)", "", text)

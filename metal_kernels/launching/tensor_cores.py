@@ -1,4 +1,4 @@
-"""When and how products of few rows run on the tensor cores of NVIDIA GPUs: one tile for every row count."""
+"""When few rows run on the tensor cores of NVIDIA GPUs, and how their products are cut: one tile for all."""
 
 from dataclasses import dataclass
 
@@ -37,13 +37,18 @@ class TensorCut:
         return [("ROW_TILES", self.row_tiles), ("TILES", TILES), ("WARPS", self.warps), ("STAGES", STAGES)]
 
 
+def has_tensor_cores(dtype: mx.Dtype) -> bool:
+    """Whether rows of a dtype are multiplied by tensor cores here."""
+    return runs_on_cuda() and dtype != mx.float32
+
+
 def tensor_cut(x: mx.array, outputs: int, row_bytes: int, chunk: int, gated: bool) -> TensorCut | None:
     """Cut a product with ``outputs`` weight rows of ``row_bytes`` bytes; a warp takes ``chunk`` of them at a time.
 
     None where tensor cores cannot do it: on other machines, for weight rows that are no whole number of pieces,
     and for float32 rows, the only ones whose scales and biases may have another dtype.
     """
-    if not runs_on_cuda() or x.dtype == mx.float32 or row_bytes % PIECE:
+    if not has_tensor_cores(x.dtype) or row_bytes % PIECE:
         return None
     columns = 16 * TILES
     warps = 8

@@ -1,5 +1,7 @@
 """How every command runs: warnings of a checkpoint as notes, one line for an error, a status for each end."""
 
+import atexit
+import gc
 import io
 import os
 import signal
@@ -8,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -31,6 +34,7 @@ def run_command(run: Callable[[], int], failed: int = 1) -> int:
     run: the work; returns the status.
     failed: the status after an error.
     """
+    end_without_a_last_collection()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of an answer
     with notes(), stopped_by_sigterm():
@@ -46,6 +50,12 @@ def run_command(run: Callable[[], int], failed: int = 1) -> int:
             return status_of(error)
         except OSError as error:
             return failed if told(error) else 0
+
+
+@cache
+def end_without_a_last_collection() -> None:
+    """Let the process end at once: Python would go through all that was loaded, which takes it a second or two."""
+    atexit.register(gc.freeze)
 
 
 def told(error: OSError) -> bool:

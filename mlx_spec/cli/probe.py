@@ -4,7 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -12,9 +14,10 @@ from tqdm import tqdm
 from metal_kernels.launching.implementations import using
 from mlx_spec.cli.command import run_command, status_of
 from mlx_spec.diagnose.dump import stages_here, write_dump
+from mlx_spec.diagnose.logits import RowLogits, check_rows, row_logits
 from mlx_spec.diagnose.plot import check_plots, save_plot
 from mlx_spec.diagnose.probe import Patient, Probe, probe
-from mlx_spec.diagnose.report import as_json, as_text
+from mlx_spec.diagnose.report import as_json, as_text, table
 from mlx_spec.diagnose.variants import TEXT
 from mlx_spec.diagnose.verdict import Status, verdict_of
 from mlx_spec.drafters.kind import BITS
@@ -54,6 +57,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--draft-bits", type=int, choices=BITS, help="quantise an MTP or EAGLE head to so many bits, 16 for none")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code that comes with the model")
     add("--json", action="store_true", help="print one JSON object with all figures")
+    add(
+        "--logits",
+        type=int,
+        nargs="+",
+        metavar="ROW",
+        help="show the logits of these rows of the last draft pass, 1 for the first draft",
+    )
     add("--dump", type=Path, metavar="FILE", help="keep the stages of one pass, for bisect --against elsewhere")
     add(
         "--plot",
@@ -75,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plots()
     pair = load_pair(args.model, args.drafter, args.draft_bits, args.trust_remote_code, sys.stderr.isatty())
+    check_rows(pair.found.drafter, args.logits or ())
     tokens = None if args.text is None else read_tokens(args.text, pair)
     if args.dump is not None:
         dump(args.dump, pair)
@@ -86,14 +97,33 @@ def run(args: argparse.Namespace) -> int:
                 probe(patient_of(pair), found, tokens, lambda what: advance(bar, what))
     except KeyboardInterrupt as error:
         stopped = error
-    verdict = verdict_of(found)
+    verdict, rows = verdict_of(found), list[RowLogits]()
+    if args.logits and found.texts:
+        with using(pair.kernels):
+            rows = row_logits(pair.found.drafter, found.texts[-1], args.logits)
     if args.json:
-        print(json.dumps({"model": args.model, "drafter": args.drafter, **as_json(found, verdict)}))
+        values = as_json(found, verdict) | ({"logits": [asdict(row) for row in rows]} if rows else {})
+        print(json.dumps({"model": args.model, "drafter": args.drafter, **values}))
     else:
-        print(as_text(found, verdict))
+        parts = [logits_text(row, pair.tokenizer) for row in rows]
+        print("\n\n".join([*parts, as_text(found, verdict)]))
     if args.plot is not None and found.positions:
         save_plot(found, verdict, f"{args.drafter} for {args.model}", args.plot)
     return STATUS[verdict.status] if stopped is None else status_of(stopped)
+
+
+def logits_text(row: RowLogits, tokenizer: Any) -> str:
+    """Lay out the logits of a row."""
+    right = row.right
+    head = f"Row {row.row} of the draft after position {row.anchor}: "
+    head += "the right token cannot be drafted" if right is None else f"the right token has rank {right.rank}"
+    shown = row.top if right is None or right.rank < len(row.top) else [*row.top, right]
+    lines = [
+        (repr(tokenizer.decode([each.token])), str(each.token), f"{each.logit:.3f}", f"{each.logprob:.3f}")
+        + (("right",) if right is not None and each.token == right.token else ("",))
+        for each in shown
+    ]
+    return f"{head}\n{table(('token', 'id', 'logit', 'log-probability', ''), lines)}"
 
 
 # Parts of a probe but for its contracts, of which there are as many as the drafter's kind has.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mlx_spec.cli.command import note, run_command
+from mlx_spec.cli.command import note, run_command, status_of
 from mlx_spec.cli.generate_flags import REFUSED, add_model_flags, add_refused_flags, draft_tokens
 from mlx_spec.cli.generate_options import load_options, read_template_config
 from mlx_spec.engine import Engine
@@ -32,6 +32,8 @@ EXAMPLES = """examples:
       -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
 The exit status is 1 after an error, 2 for wrong usage, 130 after Ctrl-C, 143 after SIGTERM."""
+# How long the rest of a round may take after replies have had a second to end.
+SECONDS_TO_STOP = 0.5
 NEEDED = 'The server needs packages that are not installed: pip install "mlx-spec[server]".'
 
 
@@ -139,9 +141,9 @@ def run(args: argparse.Namespace) -> int:
     def load_model() -> tuple[Engine, Any]:
         engine, tokenizer = load(args.model, **loading)
         memory = fit_cache(engine, args.max_kv_size)
-        with_drafter = "with" if engine.drafter is not None else "without"
+        drafting = f"drafting by {' and '.join(engine.sources)}" if engine.sources else "without drafting"
         print(
-            f"Serving {settings.model_id} {with_drafter} a drafter at {url}: {memory}.",
+            f"Serving {settings.model_id}, {drafting}, at {url}: {memory}.",
             file=sys.stderr,
             flush=True,
         )
@@ -166,20 +168,23 @@ def run(args: argparse.Namespace) -> int:
 
     server.handle_exit = stop  # type: ignore[assignment, method-assign]
     threading.Thread(target=lambda: stop_where_failed(worker, server), daemon=True).start()
+    interrupt: KeyboardInterrupt | None = None
     try:
         server.run(sockets=[listening])
-    finally:
-        listening.close()
-        has_ended = worker.stop()
+    except KeyboardInterrupt as error:
+        interrupt = error
+    listening.close()
+    if not worker.stop(SECONDS_TO_STOP):
+        # A pass that still runs cannot be interrupted, and Python must not end below it.
+        note("stopped in the middle of a pass")
+        sys.stderr.flush()
+        os._exit(1 if interrupt is None else status_of(interrupt))
+    if interrupt is not None:
+        raise interrupt
     if isinstance(worker.error, MlxSpecError):
         raise worker.error
     if worker.error is not None:
         raise ModelError(f"The model cannot be served: {worker.error}") from worker.error
-    if not has_ended:
-        # A pass that still runs cannot be interrupted, and Python must not end below it.
-        note("ended in the middle of a pass")
-        sys.stderr.flush()
-        os._exit(1)
     return 0
 
 

@@ -17,6 +17,14 @@ TOGETHER = 32
 LARGEST = 3e38
 # By how much another way of drafting must be better: standard errors of the difference, and share of the drafts.
 STANDARD_ERRORS, LEAST_GAIN = 4.0, 0.01
+# The same for the likelihood of the right tokens, in nats a draft. It sees what changes few drafts.
+LEAST_NATS = 0.02
+# Share of right drafts below which likelihood says little but how flat a distribution is.
+LEAST_RIGHT = 0.1
+# How sharp a drafter's distribution is says nothing of its port, so what is likelier has to be so at several.
+TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
+# Parts of the positions in each of which a better way has to be better.
+QUARTERS = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Hits:
     among: [n, k] bool: the target's choice is among the candidates.
     place: [n, k]: of the target's choice among the candidates by their scores, from 0; their number where it is
         not among them.
+    likelihood: [n, k, temperatures]: logarithm of the share that the drafter gives the target's choice among its
+        candidates at each of TEMPERATURES, in nats; of one that is not among them, that of the least likely one.
     early, late: [n, k] bool: the draft is the choice one position earlier, or later.
     text: [n], the number of the text of each anchor.
     position: [n], of each anchor.
@@ -54,6 +64,7 @@ class Hits:
     first: np.ndarray
     among: np.ndarray
     place: np.ndarray
+    likelihood: np.ndarray
     early: np.ndarray
     late: np.ndarray
     text: np.ndarray
@@ -82,23 +93,62 @@ class Hits:
 def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> bool:
     """Whether drafts after the same anchors are clearly better in another way.
 
-    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score; and
-    both at the earlier positions and at the later ones. A rotary base that is too large, say, helps a drafter at
-    positions beyond those that it was trained with, and only there.
+    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score, and at
+    the earlier positions as at the later ones. Or in likelihood, where acceptance is no lower, in every quarter of
+    the positions, and in the first of them by one standard error. A rotary base that is too large, say, helps a
+    drafter at positions beyond those that it was trained with, and only there.
     """
-    gains = (other.right.mean(axis=1) - declared.right.mean(axis=1), other.scores - declared.scores)
-    if not (is_gain(gains[0], errors) or (is_gain(gains[1], errors) and gains[0].mean() >= 0)):
+    right = other.right.mean(axis=1) - declared.right.mean(axis=1)
+    scores = other.scores - declared.scores
+    if is_gain(right, errors) or (is_gain(scores, errors) and right.mean() >= 0):
+        early = other.position <= np.median(other.position)
+        return all(bool(scores[part].mean() >= 0) for part in (early, ~early) if part.any())
+    return bool(right.mean() >= 0) and is_likelier(other, declared, max(errors, STANDARD_ERRORS))
+
+
+def is_likelier(other: Hits, declared: Hits, errors: float) -> bool:
+    """Whether the right tokens are clearly likelier in another way, at any temperature, see ``is_better``."""
+    if other.right.size == 0 or other.right.mean() < LEAST_RIGHT:
         return False
-    early = other.position <= np.median(other.position)
-    return all(bool(gains[1][part].mean() >= 0) for part in (early, ~early) if part.any())
+    first, *rest = quarters(other.position)
+    return all(
+        is_gain(nats, errors, LEAST_NATS)
+        and is_gain(nats[first], 1.0, 0.0)
+        and all(bool(nats[part].mean() > 0) for part in rest)
+        for nats in nats_gained(other, declared)
+    )
 
 
-def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS) -> bool:
+def nats_gained(other: Hits, declared: Hits) -> list[np.ndarray]:
+    """Return by how much likelier the right tokens are in another way, in nats a draft.
+
+    Two arrays [n]: at the temperature that suits the one, and at the one that suits the other.
+    """
+    gains = np.mean(other.likelihood - declared.likelihood, axis=1)
+    best = [int(np.argmax(hits.likelihood.mean(axis=(0, 1)))) for hits in (other, declared)]
+    return [gains[:, temperature] for temperature in best]
+
+
+def least_gain(other: Hits, declared: Hits) -> float:
+    """Return what another way gains in the quarter of the positions where it gains least, in nats a draft."""
+    if not other.position.size:
+        return 0.0
+    parts = quarters(other.position)
+    return min(float(nats[part].mean()) for nats in nats_gained(other, declared) for part in parts)
+
+
+def quarters(positions: np.ndarray) -> list[np.ndarray]:
+    """Return which anchors are in each quarter, by their positions; empty quarters are left out."""
+    parts = np.array_split(np.argsort(positions, kind="stable"), QUARTERS)
+    return [part for part in parts if part.size]
+
+
+def is_gain(gains: np.ndarray, errors: float = STANDARD_ERRORS, least: float = LEAST_GAIN) -> bool:
     """Whether the mean of gains [n] is above zero by more than so many standard errors."""
     if gains.size < 2:
         return False
     error = float(gains.std(ddof=1)) / gains.size**0.5
-    return bool(gains.mean() > max(LEAST_GAIN, errors * error))
+    return bool(gains.mean() > max(least, errors * error))
 
 
 def measure(
@@ -125,7 +175,8 @@ def measure(
     empty = np.zeros((0, depth), dtype=bool)
     if not parts:
         numbers = np.zeros(0, dtype=np.int64)
-        return Hits(empty, empty, empty, empty.astype(np.int64), empty, empty, numbers, numbers)
+        likelihood = np.zeros((0, depth, len(TEMPERATURES)))
+        return Hits(empty, empty, empty, empty.astype(np.int64), likelihood, empty, empty, numbers, numbers)
     return Hits(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
@@ -243,7 +294,23 @@ def compared(text: Text, anchors: Sequence[int], drafts: Sequence[Draft], depth:
         "first": ids[..., 0] == truth,
         "among": among.any(axis=-1),
         "place": np.where(among.any(axis=-1), places, ids.shape[-1]),
+        "likelihood": likelihoods(scores, own, among.any(axis=-1)),
         "early": drafted == choices[at],
         "late": drafted == choices[at + 2],
         "position": np.array(anchors),
     }
+
+
+def likelihoods(scores: np.ndarray, own: np.ndarray, is_among: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities [n, k, temperatures] among candidates whose scores are [n, k, C].
+
+    own: [n, k, 1], the scores of the right ones; where these are not among the candidates, the least score counts.
+    """
+    finite = np.where(np.isfinite(scores), scores, np.finfo(np.float32).min).astype(np.float64)
+    chosen = np.where(is_among & np.isfinite(own[..., 0]), own[..., 0], finite.min(axis=-1))
+    found = []
+    for temperature in TEMPERATURES:
+        wide = (finite - finite.max(axis=-1, keepdims=True)) / temperature
+        total = np.log(np.exp(wide).sum(axis=-1))
+        found.append((chosen - finite.max(axis=-1)) / temperature - total)
+    return np.stack(found, axis=-1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlx_spec.diagnose.acceptance import OWN, Alignment, Hits, measure
+from mlx_spec.diagnose.capture import Captured, captured
 from mlx_spec.diagnose.stages import ROWS, Departure, StageNumbers, departures, observed
 from mlx_spec.diagnose.text import FIRST, LEAST_POSITIONS, Text, own_replies, parts_of, read_text
 from mlx_spec.diagnose.variants import SAMPLED, Contract, Found, Search, contracts_of, layer_ids_of
@@ -106,6 +107,7 @@ class Probe:
     alignments: by name.
     elsewhere: first drafts with hidden states of other rows.
     contexts: by what was before the anchors.
+    captured: the target's hidden states, beside mlx-lm's.
     stages: over all passes.
     departures: of the stages of one pass from their formulas.
     """
@@ -118,6 +120,7 @@ class Probe:
     alignments: dict[str, Hits] = field(default_factory=dict)
     elsewhere: Hits | None = None
     contexts: dict[str, Hits] = field(default_factory=dict)
+    captured: list[Captured] = field(default_factory=list)
     stages: list[StageNumbers] = field(default_factory=list)
     departures: list[Departure] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
@@ -161,6 +164,7 @@ def probe(patient: Patient, into: Probe, text: Sequence[int] | None = None, say:
     if patient.costs is not None:
         into.speeds = speeds_of(patient.costs, [each.accepted for each in into.positions])
     say("stages")
+    into.captured = captured(target, into.texts[0], drafter.target_layer_ids) if into.texts else []
     into.departures = departures_of(patient, into.texts)
     say("alignments")
     depth = min(SAMPLED_DEPTH, drafter.max_draft)

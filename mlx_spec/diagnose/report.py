@@ -36,6 +36,7 @@ def as_json(probe: Probe, verdict: Verdict) -> dict[str, Any]:
             for found in probe.contracts
         ],
         "as_declared": None if probe.sampled is None else of_hits(probe.sampled),
+        "captured": [asdict(each) | {"departs": each.departs} for each in probe.captured],
         "stages": [asdict(stage) for stage in probe.stages],
         "departures": [
             {"stage": each.stage, "units": float(f"{each.units:.3g}") if np.isfinite(each.units) else None}

@@ -17,6 +17,8 @@ ROWS = 12
 RUNS = 3
 # Units of expected rounding from which on a stage departs. What rounds as expected has about 0.3 to 1.
 DEPARTS = 4.0
+# Rows by which the inputs of a stage that departs may be moved.
+SHIFTS = (-1, 1)
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 
 
@@ -49,10 +51,12 @@ class Departure:
     """How far a stage is from its formula.
 
     units: the largest of its rows', in units of what rounding its inputs does to the row.
+    shift: its rows are those that its formula gives of inputs so many rows later; 0 where they are not.
     """
 
     stage: str
     units: float
+    shift: int = 0
 
     @property
     def departs(self) -> bool:
@@ -106,12 +110,19 @@ def departures(stages: Mapping[str, Array], formulas: Sequence[Formula], dtype: 
     """
     for formula in formulas:
         if formula.stage in stages and all(name in stages for name in formula.inputs):
-            yield Departure(formula.stage, units_of(stages, formula, UNIT_ROUNDOFF[dtype]))
+            roundoff = max(UNIT_ROUNDOFF[dtype], formula.least_roundoff)
+            found = Departure(formula.stage, units_of(stages, formula, roundoff))
+            shifts = SHIFTS if found.departs and formula.inputs else ()
+            shift = next((by for by in shifts if units_of(stages, formula, roundoff, by) < DEPARTS), 0)
+            yield Departure(found.stage, found.units, shift)
 
 
-def units_of(stages: Mapping[str, Array], formula: Formula, roundoff: float) -> float:
-    """Return how far a stage is from its formula, in units of expected rounding."""
-    inputs = [stages[name] for name in formula.inputs]
+def units_of(stages: Mapping[str, Array], formula: Formula, roundoff: float, shift: int = 0) -> float:
+    """Return how far a stage is from its formula, in units of expected rounding.
+
+    shift: with its inputs so many rows later; the rows at the ends, which have none, are left out.
+    """
+    inputs = [np.roll(stages[name], -shift, axis=0) for name in formula.inputs]
     with np.errstate(all="ignore"):
         expected = formula.compute(*inputs)
         found = stages[formula.stage].reshape(expected.shape)
@@ -129,6 +140,10 @@ def units_of(stages: Mapping[str, Array], formula: Formula, roundoff: float) -> 
             ]
             squares = squares + np.square(formula.compute(*rounded) - expected) / RUNS
         by_row = [np.sqrt(np.mean(x.reshape(len(x), -1), axis=1)) for x in (np.square(found - expected), squares)]
+    if shift:
+        by_row = [row[1:-1] for row in by_row]
+        if not by_row[0].size:
+            return float("inf")
     if not np.isfinite(by_row[0]).all():
         return float("inf")
     tiny = np.finfo(np.float32).tiny

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_spec.diagnose.acceptance import STANDARD_ERRORS, Alignment, Hits, is_better, is_gain, measure
+from mlx_spec.diagnose.acceptance import (
+    LEAST_NATS,
+    STANDARD_ERRORS,
+    Alignment,
+    Hits,
+    is_better,
+    is_gain,
+    least_gain,
+    measure,
+    nats_gained,
+)
 from mlx_spec.diagnose.text import Text, read_text
 from mlx_spec.drafters.base import ObservedDrafter
 from mlx_spec.drafters.variants import Variant
@@ -112,7 +122,14 @@ class Found:
     @property
     def is_promising(self) -> bool:
         """Whether more anchors may show that it is better."""
-        return is_gain(self.hits.scores - self.other.scores, errors=PROMISING)
+        if is_gain(self.hits.scores - self.other.scores, errors=PROMISING):
+            return True
+        return all(is_gain(nats, PROMISING, LEAST_NATS) for nats in nats_gained(self.hits, self.other))
+
+    @property
+    def least_gain(self) -> float:
+        """What it gains in the quarter of the positions where it gains least, in nats a draft."""
+        return least_gain(self.hits, self.other)
 
 
 def contracts_of(variants: Iterable[Variant], rows: bool = True) -> list[Contract]:
@@ -176,11 +193,16 @@ class Search:
 
     def clear(self, found: Iterable[Found]) -> list[Found]:
         """Return the clearly better ones, the best first; what only may be better is measured everywhere."""
-        certain = [each for each in found if each.is_better]
-        if not certain:
-            promising = sorted((each for each in found if each.is_promising), key=lambda each: -each.hits.score)
-            certain = [each for each in map(self.everywhere, promising[:MOST_SECOND]) if each.is_better]
-        return sorted(certain, key=lambda each: -int(each.hits.right.sum()))
+        certain = sorted((each for each in found if each.is_better), key=lambda each: -each.least_gain)
+        if len(certain) == 1:
+            return certain
+        promising = [each for each in found if each.is_promising]
+        # Which of several is meant, more anchors show as well.
+        again = certain or sorted(promising, key=lambda each: -each.least_gain)
+        second = [each for each in map(self.everywhere, again[:MOST_SECOND]) if each.is_better]
+        measured = [each.contract for each in second]
+        rest = [each for each in certain if each.contract not in measured]
+        return [*sorted(second, key=lambda each: -each.least_gain), *rest]
 
     def compared(self, contract: Contract) -> Found:
         """Measure a contract after some anchors."""

@@ -75,6 +75,23 @@ def all_zero(probe: Probe) -> Verdict | None:
     return None
 
 
+def other_capture(probe: Probe) -> Verdict | None:
+    """Name a hidden state of the target that is not mlx-lm's: then the drafter is not to blame."""
+    for found in probe.captured:
+        if not found.departs:
+            continue
+        layer, by = found.nearest
+        evidence = (
+            f"it differs from mlx-lm's by {found.difference:.2g} of its size; rounding explains {found.bound:.2g}"
+        )
+        cause = f"the target's hidden state {found.layer} is computed wrongly"
+        if found.nearest != (found.layer, 0):
+            row = {0: "", -1: " of the row before", 1: " of the row after"}[by]
+            cause = f"the target's hidden state {found.layer} is that of layer {layer}{row}"
+        return Verdict("broken port", cause, evidence)
+    return None
+
+
 def departs(probe: Probe) -> Verdict | None:
     """Name the first stage that is not what its formula and the checkpoint's tensors give."""
     for departure in probe.departures:
@@ -82,6 +99,11 @@ def departs(probe: Probe) -> Verdict | None:
             evidence = (
                 f"{departure.units:.0f} units of expected rounding from the formula; the stages before agree"
             )
+            if departure.shift:
+                side, other = ("before", "after") if departure.shift < 0 else ("after", "before")
+                cause = f"{departure.stage} has the rows {side}: it needs those of the row {other}"
+                fix = f"give each row what belongs to the row {other} the one that it gets"
+                return Verdict("broken port", cause, f"{evidence}, and so do its rows but for the place", (fix,))
             return Verdict("broken port", f"{departure.stage} is computed wrongly", evidence)
     return None
 
@@ -168,6 +190,7 @@ def gain(declared: Hits, other: Hits) -> str:
 LOOKS: tuple[Callable[[Probe], Verdict | None], ...] = (
     not_finite,
     all_zero,
+    other_capture,
     departs,
     other_contract,
     other_alignment,

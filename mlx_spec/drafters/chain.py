@@ -243,6 +243,7 @@ class ChainDrafter:
         Those of the pending rows, the newest of each sequence included, have no prefix up to attention; those of
         step i, of the newest rows alone, begin with ``steps.i``.
         """
+        record("rope_frequencies", self.forward.attention.rope.frequencies)
         return self._propose(requests, record)
 
     def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_kernels import Rope
-from mlx_spec.drafters.reference import Array, Formula, attend, rms_norm, rotated, silu
+from mlx_spec.drafters.reference import Array, Formula, attend, rms_norm, rotated, run_experts, silu
 
 Step = str
 """What the names of a step's stages begin with: "" for the pending rows, "steps.0." and so on for the newest."""
@@ -22,8 +22,8 @@ class LayerReference:
     gated: each query head is followed by an output gate.
     window: how many of the newest positions a row sees; None for all.
     enters: computes the residual ``x`` and what attention reads, from a hidden state and an embedding.
-    shift: what is to be added to stored norm weights.
     norm: name of the final norm; None where there is none.
+    experts: how many a row goes through, and whether their gates are divided by their sum; None without experts.
     """
 
     weights: Mapping[str, Array]
@@ -35,6 +35,7 @@ class LayerReference:
     enters: Callable[[Array, Array], tuple[Array, Array]]
     recycles_normed: bool
     norm: str | None = "norm"
+    experts: tuple[int, bool] | None = None
 
     def formulas(self, steps: int, rows: int) -> Iterator[Formula]:
         """Yield the stages of ``rows`` pending rows and ``steps`` steps after them.
@@ -118,6 +119,13 @@ class LayerReference:
             yield Formula(
                 f"{own}y", parts, lambda x, residual: residual + self.linear(x, "layers.0.mlp.down_proj")
             )
+        elif self.experts is not None:
+            top_k, normalised = self.experts
+
+            def mixed(x: Array, residual: Array) -> Array:
+                return residual + run_experts(x, self.weights, "layers.0.mlp", top_k, normalised)
+
+            yield Formula(f"{own}y", (f"{own}post_normed", f"{own}out"), mixed)
         last = self.norm
         yield Formula(f"{own}hidden", (f"{own}y",), lambda x: x if last is None else self.normed(x, last))
 

@@ -1,8 +1,9 @@
 """Variants that all heads that draft in a chain have, whatever their kind."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx_spec.drafters.draft_head import DraftHead
 from mlx_spec.drafters.variants import Variant, other_ropes, plain, with_rope
 from mlx_spec.target import Target
 from mlx_spec.target.families import Dense
-from mlx_spec.target.layers import Attention
+from mlx_spec.target.layers import Attention, Norm
 
 NORM_SHIFTS = {
     1.0: ("one larger", "add 1 to the norm weights: the checkpoint holds them less one"),
@@ -46,6 +47,7 @@ def shared_variants(drafter: ChainDrafter, target: Target, shift: Callable[..., 
         found.append(Variant("its feed-forward left out", "feed-forward", fix, head_change(without_feed_forward)))
         fix = "exchange mlp.gate_proj.weight and mlp.up_proj.weight"
         found.append(Variant("gate and up exchanged", "feed-forward", fix, head_change(gate_up_exchanged)))
+    found += norms_exchanged(drafter.forward)
     if drafter.forward.width == target.hidden_size:
         fix = "leave lm_head.weight out: it is not the one that the head was trained with"
         change = partial(with_target_head, target=target)
@@ -54,6 +56,26 @@ def shared_variants(drafter: ChainDrafter, target: Target, shift: Callable[..., 
         fix = "leave embed_tokens.weight out: it is not the one that the head was trained with"
         found.append(Variant("the target's embedding", "embedding", fix, lambda d: d.changed(embed=target.embed)))
     return found
+
+
+def norms_exchanged(forward: Any) -> list[Variant]:
+    """Return a head with any two of its norms exchanged, but those of embedding and hidden state."""
+    norms = {each.name: getattr(forward, each.name) for each in fields(forward)}
+    names = [name for name, norm in norms.items() if isinstance(norm, Norm)]
+    found = []
+    for one, other in combinations(names, 2):
+        is_known = {one, other} in ({"norm_embedding", "norm_hidden"}, {"embedding_norm", "hidden_norm"})
+        if is_known or norms[one].weight.shape != norms[other].weight.shape:
+            continue
+        change = head_change(partial(with_exchanged, one=one, other=other))
+        fix = f"exchange the weights that became {one} and {other}"
+        found.append(Variant(f"{one} and {other} exchanged", f"{one} and {other}", fix, change))
+    return found
+
+
+def with_exchanged(forward: Any, one: str, other: str) -> Any:
+    """Return a head's forward with two of its parts exchanged."""
+    return replace(forward, **{one: getattr(forward, other), other: getattr(forward, one)})
 
 
 def with_ids(drafter: ChainDrafter, ids: mx.array) -> ChainDrafter:

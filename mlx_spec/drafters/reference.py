@@ -14,6 +14,8 @@ from metal_kernels import Rope
 Array = np.ndarray
 # Tensors that are held in float64 at once.
 HELD = 16
+# Frequencies are powers in float32.
+ROPE_ROUNDOFF = 2.0**-18
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,13 @@ class Formula:
     stage: its name, see ``ObservedDrafter.observe``.
     inputs: names of the stages that it is computed from.
     compute: the formula, from the inputs in float64.
+    least_roundoff: of a stage that is rounded more than the type of the pass has it.
     """
 
     stage: str
     inputs: tuple[str, ...]
     compute: Callable[..., Array]
+    least_roundoff: float = 0.0
 
 
 class Float64Tensors(Mapping[str, Array]):
@@ -75,6 +79,55 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * weight
 
 
+def rope_formula(dims: int, base: float, scaling: Mapping[str, Any] | None) -> list[Formula]:
+    """Return the formula of the frequencies of a rotary encoding, or none for a kind that has none here.
+
+    dims, base, scaling: see RopeSettings.
+    """
+    kind = "default" if scaling is None else scaling["rope_type"]
+    if kind not in ROPE_KINDS:
+        return []
+
+    def compute() -> Array:
+        wavelengths = base ** (np.arange(0, dims, 2) / dims)
+        return ROPE_KINDS[kind](wavelengths, dims, base, scaling or {})
+
+    return [Formula("rope_frequencies", (), compute, ROPE_ROUNDOFF)]
+
+
+def linear_frequencies(wavelengths: Array, dims: int, base: float, scaling: Mapping[str, Any]) -> Array:
+    """Divide all by a factor. Wavelengths are in radians a position."""
+    return 1 / (wavelengths * scaling["factor"])
+
+
+def llama3_frequencies(wavelengths: Array, dims: int, base: float, scaling: Mapping[str, Any]) -> Array:
+    """Divide the low ones by a factor, and go over smoothly to the high ones. Source: Llama 3.1."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * np.pi * wavelengths)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (kept + (1 - kept) / scaling["factor"]) / wavelengths
+
+
+def yarn_frequencies(wavelengths: Array, dims: int, base: float, scaling: Mapping[str, Any]) -> Array:
+    """Divide by a factor what turns seldom within the original context. Source: YaRN, arXiv 2309.00071."""
+    original = scaling["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        return float(dims * np.log(original / (2 * np.pi * turns)) / (2 * np.log(base)))
+
+    low, high = max(np.floor(pair(scaling["beta_fast"])), 0), min(np.ceil(pair(scaling["beta_slow"])), dims - 1)
+    divided = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+    return (1 - divided + divided / scaling["factor"]) / wavelengths
+
+
+ROPE_KINDS: Mapping[str, Callable[..., Array]] = {
+    "default": lambda wavelengths, dims, base, scaling: 1 / wavelengths,
+    "linear": linear_frequencies,
+    "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
+}
+
+
 def rotated(x: Array, positions: Array, rope: Rope) -> Array:
     """Encode positions [R] into rows of heads [R, heads, D]."""
     frequencies = np.array(rope.frequencies, dtype=np.float64)
@@ -118,6 +171,27 @@ def convolve(x: Array, base: Array, dynamic: Array) -> Array:
 def silu(x: Array) -> Array:
     """Return x / (1 + exp(-x))."""
     return x / (1 + np.exp(-x))
+
+
+def run_experts(x: Array, weights: Mapping[str, Array], place: str, top_k: int, normalised: bool) -> Array:
+    """Run rows [R, H] through the experts with the largest gates, and add these up by their gates.
+
+    place: of the experts' block among the weights.
+    normalised: the gates of a row's experts are divided by their sum.
+    """
+    logits = x @ weights[f"{place}.gate.weight"].T
+    gates = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    gates /= gates.sum(axis=-1, keepdims=True)
+    out = np.zeros_like(x)
+    for row, own in enumerate(gates):
+        chosen = np.argsort(own)[-top_k:]
+        total = own[chosen].sum() if normalised else 1.0
+        for expert in chosen:
+            gate, up, down = (
+                weights[f"{place}.switch_mlp.{name}_proj.weight"][expert] for name in ("gate", "up", "down")
+            )
+            out[row] += own[expert] / total * (down @ (silu(gate @ x[row]) * (up @ x[row])))
+    return out
 
 
 def layer_of(stage: str) -> int | None:

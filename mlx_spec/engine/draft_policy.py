@@ -35,10 +35,12 @@ class DepthOffer:
 
     chances[i]: that the first i + 1 of them are all accepted.
     optional: they take rows only as far as that pays.
+    is_drafted: they need a draft pass.
     """
 
     chances: tuple[float, ...]
     optional: bool = False
+    is_drafted: bool = True
 
 
 class DepthPolicy(Protocol):
@@ -50,6 +52,13 @@ class DepthPolicy(Protocol):
 
     def offer(self, sequences: int = 2) -> DepthOffer:
         """Return what may be drafted in the next round, whose rows are shared among so many sequences."""
+        ...
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Return how many tokens of a copy to draft in the next round in place of the drafter's, 0 for none.
+
+        chances[i]: that the first i + 1 of them are all accepted.
+        """
         ...
 
     def siblings(self, depth: int) -> tuple[int, ...]:
@@ -78,6 +87,7 @@ def policy_for(
     setting: Setting = ALONE,
     *,
     takes_trees: bool,
+    max_copy: int = 0,
 ) -> DepthPolicy:
     """Return the policy of a request.
 
@@ -86,10 +96,15 @@ def policy_for(
     costs: of rounds on this machine, where they are known.
     setting: of the request's first round.
     takes_trees: whether the target verifies trees.
+    max_copy: the most tokens of a copy, 0 where nothing is copied.
     """
+    if not max_draft:
+        if num_draft_tokens is None and max_copy and costs is not None:
+            return CopiesAlone(costs, setting)
+        return FixedDepth(num_draft_tokens if isinstance(num_draft_tokens, int) else max_copy)
     if num_draft_tokens == "adaptive":
-        return Adaptive(max_draft) if max_draft else FixedDepth(0)
-    if num_draft_tokens is None and max_draft and costs is not None:
+        return Adaptive(max_draft)
+    if num_draft_tokens is None and costs is not None:
         may_branch = num_sibling_drafts is None and takes_trees
         return CostAware(costs, max_draft, may_branch=may_branch, setting=setting)
     count = max_draft if num_draft_tokens is None else int(num_draft_tokens)
@@ -99,6 +114,50 @@ def policy_for(
 def likely(count: int) -> tuple[float, ...]:
     """Return the chances of drafts of which nothing is known."""
     return tuple(PRIOR ** (i + 1) for i in range(count))
+
+
+def cheapest_copy(chances: Sequence[float], verify_ms: Sequence[float]) -> tuple[float, int]:
+    """Return the least expected milliseconds per emitted token of a copy, and how many of its tokens give that.
+
+    chances: see ``DepthPolicy.copied``.
+    verify_ms: of passes, by rows.
+    """
+    tokens = accumulate(chances, initial=1.0)
+    return min((verify_ms[rows] / count, rows - 1) for rows, count in enumerate(tokens, 1))
+
+
+@dataclass
+class CopiesAlone:
+    """Without a drafter: copies as far as they pay, and plain decoding otherwise."""
+
+    costs: RoundCosts
+    setting: Setting = ALONE
+
+    def depth(self) -> int:
+        """Ask no drafter."""
+        return 0
+
+    def offer(self, sequences: int = 2) -> DepthOffer:
+        """Offer nothing."""
+        return DepthOffer(())
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy what is cheaper than plain decoding."""
+        table = self.costs.table(self.setting)
+        ms_per_token, count = cheapest_copy(chances, table[0])
+        return count if ms_per_token < MARGIN * table[0][1] else 0
+
+    def siblings(self, depth: int) -> tuple[int, ...]:
+        """Verify chains."""
+        return (0,) * depth
+
+    def update(self, drafted: int, accepted: int, runner_up: bool | None) -> None:
+        """Learn nothing: copies bring their chances."""
+
+    @property
+    def reason(self) -> str:
+        """Name what decides."""
+        return "copies, as far as they are expected to pay"
 
 
 @dataclass(frozen=True)
@@ -115,6 +174,10 @@ class FixedDepth:
     def offer(self, sequences: int = 2) -> DepthOffer:
         """Ask for the fixed depth."""
         return DepthOffer(likely(self.count))
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy the fixed number of tokens: it is not the drafter's where copies are asked for."""
+        return min(self.count, len(chances))
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Spread the fixed number of siblings."""
@@ -149,6 +212,10 @@ class Adaptive:
     def offer(self, sequences: int = 2) -> DepthOffer:
         """Ask for the depth of the next round."""
         return DepthOffer(likely(self.count))
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy nothing: without costs a copy cannot be compared with what the drafter drafts."""
+        return 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Draft chains."""
@@ -225,6 +292,13 @@ class CostAware:
         return (
             DepthOffer(chances[:PROBE_DEPTH], optional=False) if is_probe else DepthOffer(chances, optional=True)
         )
+
+    def copied(self, chances: Sequence[float]) -> int:
+        """Copy what is cheaper than plain decoding and than the best draft."""
+        ms_per_token, count = cheapest_copy(chances, self.costs.table(self.setting)[0])
+        if ms_per_token >= MARGIN * self.ms_per_token(0):
+            return 0
+        return count if ms_per_token < min(map(self.ms_per_token, range(1, self.max_depth + 1))) else 0
 
     def siblings(self, depth: int) -> tuple[int, ...]:
         """Return where a sibling makes a pass of ``depth`` drafts cheaper for each expected token."""

@@ -8,6 +8,7 @@ from typing import Any, overload
 from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.lookup.lookup import MAX_COPY, Lookup, LookupState
 from mlx_spec.engine.at_rest import compute
 from mlx_spec.engine.costs import RoundCosts, Setting
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
@@ -25,7 +26,7 @@ DEPTH_FIELDS = ("num_draft_tokens", "max_draft_tokens", "num_sibling_drafts")
 
 
 class Engine:
-    """Runs generations on one target, with one drafter or none; any thread may call it, one at a time."""
+    """Runs generations on one target, with a drafter, copies, or both; any thread may call it, one at a time."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Engine:
         drafter: Drafter | None = None,
         costs: RoundCosts | None = None,
         *,
+        lookup: Lookup | None = None,
         exactness: Exactness = NOT_CHECKED,
         kernels: Implementation | None = None,
         max_drafter_states: int = MAX_DRAFTER_STATES,
@@ -42,6 +44,7 @@ class Engine:
         """Bind what a generation needs.
 
         costs: of rounds on this machine, for the automatic depth; without them it is the drafter's largest.
+        lookup: drafts by copying, alone or, with costs, where that is better than the drafter; None for no copies.
         exactness: whether its rows are exact, for statistics.
         kernels: the implementation of all operations, whatever is chosen around a call; by default the one that is
             chosen when the engine is made.
@@ -49,18 +52,31 @@ class Engine:
         reuse_replies: a generation that goes on from another shares all that is cached of the same tokens. On a
             GPU its text may then differ from that of a prompt which is read from its start.
         at_end: called whenever a text has come to its end and its generation is closed, trimmed or cancelled.
-        Raises RequestError for fewer than the 16 that one round may have.
+        Raises RequestError for fewer than the 16 that one round may have, and for a lookup of other tokens.
         """
+        if lookup is not None:
+            lookup.check_vocabulary(target.vocab_size)
         self.reuse_replies = reuse_replies
         self.at_end = at_end
         self.target = target
         self.drafter = drafter
+        self.lookup = lookup
         self.costs = costs
         self.exactness = exactness
         self.kernels = kernels or implementation()
         self.states = DrafterStates(drafter, max_drafter_states)
         self._scheduler = Scheduler(target.context, costs)
         compute(target, drafter)
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of what drafts, apart from grammars."""
+        return [source.name for source in (self.drafter, self.lookup) if source is not None]
+
+    @property
+    def max_draft(self) -> int:
+        """The most tokens that a request may ask to be drafted: by the drafter, or without one by copying."""
+        return self.states.max_draft or (self.lookup.max_draft if self.lookup else 0)
 
     def start(self, request: Request, after: Generation | None = None) -> Generation:
         """Check a request and return its generation at once; ``step`` reads its prompt, see ``read``.
@@ -70,7 +86,7 @@ class Engine:
             read from its start; with ``reuse_replies`` everything, replies too.
         Raises RequestError or ContextFull, and RequestError for an earlier generation that was closed.
         """
-        request.check(self.target, self.states.max_draft)
+        request.check(self.target, self.max_draft)
         if after is not None and after.is_closed:
             raise RequestError(
                 "A generation that was closed cannot be continued; close it after the next one began."
@@ -84,6 +100,7 @@ class Engine:
             Statistics(
                 exactness=self.exactness, kernels=in_words(self.kernels), prompt_tokens=len(request.prompt)
             ),
+            lookup=self._lookup(request),
             place=request.grammar,
         )
         try:
@@ -197,8 +214,9 @@ class Engine:
             raise RequestError("A generation that was closed cannot be forked.")
         self.read(generation)
         request = changed(generation.request, seed, changes)
-        request.check(self.target, self.states.max_draft)
+        request.check(self.target, self.max_draft)
         new_depth = not changes.keys().isdisjoint(DEPTH_FIELDS)
+        copied = self._lookup(request) if new_depth or generation.lookup is None else generation.lookup.fork()
         fork = Generation(
             request,
             generation.sequence.fork(),
@@ -206,6 +224,7 @@ class Engine:
             self._policy(request, len(generation.tokens)) if new_depth else deepcopy(generation.policy),
             list(generation.tokens),
             generation.statistics.copy(),
+            lookup=copied,
             place=request.grammar if "grammar" in changes else generation.place,
             finish_reason=None if generation.remaining_tokens_of(request) > 0 else "length",
             last_turn=generation.last_turn,
@@ -220,7 +239,9 @@ class Engine:
         for part in (generation, generation.boundary):
             if part is not None:
                 discard(self.states, part)
-        generation.boundary = None
+        for kept in generation.marks:
+            kept.free()
+        generation.boundary, generation.marks = None, []
 
     def _step(self, asked: Generation | Sequence[Generation], answering: bool) -> Round | list[Round]:
         """Run a round, and return it as it was asked for; whatever is raised leaves no generation changed."""
@@ -287,7 +308,7 @@ class Engine:
 
     def _explain_depth(self, generation: Generation) -> None:
         """Say in the statistics of a generation that ends why its draft depth is what it is."""
-        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
+        generation.statistics.depth_reason = generation.policy.reason if self.max_draft else ""
 
     def _policy(self, request: Request, length: int) -> DepthPolicy:
         """Return the policy of a request whose next round comes after so many tokens."""
@@ -299,7 +320,15 @@ class Engine:
             self.costs,
             Setting(request.work, 1, length),
             takes_trees=self.target.takes_trees,
+            max_copy=0
+            if self.lookup is None
+            else min(self.lookup.max_draft, request.max_draft_tokens or MAX_COPY),
         )
+
+    def _lookup(self, request: Request) -> LookupState | None:
+        """Return the state of copies for a request; beside a drafter it has them where costs decide."""
+        is_wanted = request.may_draft and (not self.drafter or (request.num_draft_tokens is None and self.costs))
+        return self.lookup.open() if self.lookup and is_wanted else None
 
 
 def changed(request: Request, seed: int | None, changes: dict[str, Any]) -> Request:

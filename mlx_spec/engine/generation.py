@@ -8,6 +8,7 @@ from mlx_spec.decoding.accept import AcceptRule
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Ahead
+from mlx_spec.drafters.lookup.lookup import LookupState
 from mlx_spec.engine.draft_policy import DepthPolicy
 from mlx_spec.engine.request import Request
 from mlx_spec.engine.statistics import Statistics
@@ -26,6 +27,7 @@ class Generation:
     tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
     statistics: what was done so far.
     drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
+    lookup: what it may copy from, None where it does not.
     place: where the text stands in the grammar of its request, if it has one.
     finish_reason: None while running, then "stop", "length", or "cancelled".
     is_closed: its pages were given back.
@@ -35,6 +37,8 @@ class Generation:
     planned: how many tokens the next round drafts, where that was decided in the round before.
     ahead: the draft of the next round, where it was made before the host read the one before.
     boundary: the generation as it was at the last chunk boundary of its prompt, for one that goes on from it.
+    marks: what the target had cached at some chunk boundaries before that, in order. Only of models with recurrent
+        layers, which cannot go back; one that departs earlier goes on from there.
     """
 
     request: Request
@@ -44,6 +48,7 @@ class Generation:
     tokens: list[int]
     statistics: Statistics = field(default_factory=Statistics)
     drafter_state: Any = None
+    lookup: LookupState | None = None
     place: Place | None = None
     finish_reason: str | None = None
     is_closed: bool = False
@@ -52,6 +57,7 @@ class Generation:
     planned: int | None = None
     ahead: Ahead | None = None
     boundary: "Generation | None" = None
+    marks: list[CachedSequence] = field(default_factory=list)
 
     @property
     def anchor_position(self) -> int:
@@ -62,6 +68,11 @@ class Generation:
     def is_read(self) -> bool:
         """Whether the prompt is read, so that rounds may begin."""
         return self.sequence.length >= len(self.request.prompt) - 1
+
+    @property
+    def sequences(self) -> list[CachedSequence]:
+        """All that the target has cached for it; pages and states are shared among them."""
+        return [self.sequence, *([self.boundary.sequence] if self.boundary else []), *self.marks]
 
     @property
     def remaining_tokens(self) -> int:

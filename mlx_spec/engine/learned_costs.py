@@ -67,13 +67,13 @@ class Corrections:
         """Return what another setting begins with."""
         return Corrections(self.values.copy())
 
-    def note(self, shape: Shape, off: float) -> float | None:
+    def note(self, shape: Shape, off: float, is_plain: bool) -> float | None:
         """Count a round, and return the median of the last three of its shape; None while there are too few.
 
         The first round of a shape may have compiled something, and one alone may be an exception.
         """
         self.seen += 1
-        if not shape.depth:
+        if is_plain:
             self.last_plain = self.seen
         cell = shape.depth, shape.rows
         self.visits[cell] += 1
@@ -161,7 +161,7 @@ class LearnedCosts:
     def learn(self, setting: Setting, shape: Shape, ms: float) -> None:
         """Learn from what a round took."""
         known = self._of(setting)
-        off = known.note(shape, self._beyond_table(shape, ms))
+        off = known.note(shape, self._beyond_table(shape, ms), shape[:2] == (0, setting.sequences))
         if off is None:
             return
         if self._level is None:
@@ -219,7 +219,7 @@ def distance(one: Group, other: Group) -> tuple[float, int, bool]:
 def likeness(depth: int, rows: int) -> np.ndarray:
     """Return how alike the corrections of a shape and of each other are, from 0 to 1: [17, 17].
 
-    Plain rounds are like each other only.
+    Rounds without a draft pass, which may verify copies, are like each other only.
     """
     counts = np.log2(np.arange(SIZE) + 1)
     apart = np.abs(counts - counts[depth])[:, None] + np.abs(counts - counts[rows])[None]

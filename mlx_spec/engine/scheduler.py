@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metal_kernels import MAX_VERIFY_ROWS
+from mlx_spec.decoding.grammar import Place
+from mlx_spec.drafters.lookup.lookup import Copy
 from mlx_spec.engine.costs import ALONE, RoundCosts, Setting, Shape
 from mlx_spec.engine.draft_policy import MARGIN, DepthOffer
 from mlx_spec.engine.generation import Generation
@@ -20,15 +22,27 @@ from mlx_spec.target import CachedSequence, reserve_positions
 class Share:
     """What a generation gets of a pass.
 
-    depth: tokens to draft.
+    depth: tokens that the drafter drafts, the first ones of which known tokens replace.
     max_rows: the rows that it may have, the anchor's included.
     forced: tokens that its grammar forces, to be drafted first.
+    copied: tokens to be drafted after these, in place of the drafter's.
     """
 
     generation: Generation
     depth: int
     max_rows: int
     forced: tuple[int, ...] = ()
+    copied: Copy | None = None
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The tokens to be drafted first, which the drafter is not asked for."""
+        return self.forced if self.copied is None else (*self.forced, *self.copied.tokens)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter is asked for tokens."""
+        return self.depth > len(self.known)
 
 
 class Scheduler:
@@ -88,14 +102,24 @@ class Scheduler:
         if len(fits) == 1:
             generation, free = fits[0]
             depth = generation.policy.depth() if generation.planned is None else generation.planned
-            forced = forced_tokens(generation, min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1)
-            return [Share(generation, min(depth, limits[0]), free, forced)], errors
+            most = min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1
+            forced = forced_tokens(generation, most)
+            copied = copied_tokens(generation, forced, most - len(forced))
+            return [Share(generation, 0 if copied else min(depth, limits[0]), free, forced, copied)], errors
+        most = MAX_VERIFY_ROWS - len(fits)
+        copies = [copied_tokens(g, (), min(self._positions(g, free) - 1, most)) for g, free in fits]
+        offers = [
+            g.policy.offer(len(fits))
+            if copy is None
+            else DepthOffer(copy.chances, optional=True, is_drafted=False)
+            for (g, _), copy in zip(fits, copies, strict=True)
+        ]
+        limits = [limit if copy is None else len(copy.tokens) for limit, copy in zip(limits, copies, strict=True)]
         setting = setting_of([g for g, _ in fits])
-        depths = share_rows(
-            [g.policy.offer(len(fits)) for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs, setting
-        )
+        depths = share_rows(offers, limits, MAX_VERIFY_ROWS, self._costs, setting)
         return [
-            Share(g, depth, depth + 1, forced_tokens(g, depth)) for (g, _), depth in zip(fits, depths, strict=True)
+            shared(generation, depth, copy)
+            for (generation, _), depth, copy in zip(fits, depths, copies, strict=True)
         ], errors
 
     def _max_depth(self, generation: Generation, free_positions: int) -> int:
@@ -122,6 +146,37 @@ def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
         return ()
     asked = request.num_draft_tokens if isinstance(request.num_draft_tokens, int) else request.max_draft_tokens
     return tuple(generation.place.forced()[: most if asked is None else min(most, asked)])
+
+
+def copied_tokens(generation: Generation, forced: Sequence[int], most: int) -> Copy | None:
+    """Return what is worth copying after forced tokens, in place of asking the drafter; None where nothing is."""
+    if generation.lookup is None:
+        return None
+    bound = generation.request.max_draft_tokens
+    most = most if bound is None else min(most, bound)
+    copy = generation.lookup.propose(generation.tokens, forced, most)
+    if copy is not None and generation.place is not None:
+        copy = allowed_part(copy, generation.place, forced)
+    count = 0 if copy is None else generation.policy.copied(copy.chances)
+    return copy.first(count) if copy is not None and count else None
+
+
+def allowed_part(copy: Copy, place: Place, forced: Sequence[int]) -> Copy:
+    """Return the first tokens of a copy, as many as a grammar allows after forced tokens."""
+    after = place.after(forced)
+    for index, token in enumerate(copy.tokens):
+        after = None if after is None else after.after([token])
+        if after is None:
+            return copy.first(index)
+    return copy
+
+
+def shared(generation: Generation, depth: int, copy: Copy | None) -> Share:
+    """Return the share of a generation of a pass with others: so many rows besides its anchor's."""
+    forced = forced_tokens(generation, depth)
+    if copy is None or forced or not depth:
+        return Share(generation, depth, depth + 1, forced)
+    return Share(generation, 0, depth + 1, copied=copy.first(depth))
 
 
 def share_rows(
@@ -155,7 +210,7 @@ def share_rows(
         assert costs is not None
         tokens = sequences + sum(chance for chance, _ in asked + further[:count])
         # One draft pass serves all, as deep as the deepest of them.
-        drafted = [depth for depth in depths(count) if depth]
+        drafted = [depth for depth, offer in zip(depths(count), offers, strict=True) if depth and offer.is_drafted]
         shape = Shape(max(drafted, default=0), sequences + len(asked) + count, max(1, len(drafted)))
         return costs.round_ms(setting, shape) / tokens
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
+from mlx_spec.drafters.lookup.lookup import Lookup
 from mlx_spec.engine import Engine
 from mlx_spec.engine.statistics import NOT_YET
 from mlx_spec.errors import ModelError, ModelWarning, RequestError, UnsupportedModel
@@ -36,6 +38,7 @@ def load(
     model: str,
     drafter: str | None = AUTO,
     *,
+    lookup_texts: Sequence[str] = (),
     draft_vocab: int | Sequence[int] | None = None,
     draft_bits: int | None = None,
     exact: bool = True,
@@ -50,7 +53,9 @@ def load(
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads.
     drafter: a folder or repo of a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that
         holds an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's;
-        "auto" for the one that comes with it, if any; None for none.
+        "auto" for the one that comes with it, if any. Beside each of them, and alone where there is none, text is
+        copied that stood before; "lookup" for copies alone, None for plain decoding.
+    lookup_texts: texts that are copied from too, besides prompt and reply, by all generations.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
         unless it has a vocabulary of its own.
     draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head with, 16 for none; by default EAGLE
@@ -81,8 +86,9 @@ def load(
         target, tokenizer, source = load_target(model, settings, adapter_path, max_cached_tokens, progress)
         found, label = find_drafter(drafter, target, tokenizer, source, draft_vocab, draft_bits, progress)
         bound = None if found is None else found.drafter
-        kept = None if bound is None else kept_costs(target, bound, label)
-        most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
+        lookup = find_lookup(drafter, tokenizer, lookup_texts)
+        kept = None if lookup is None else kept_costs(target, bound, label or Lookup.name)
+        most_rows = DEFAULT_ROWS if lookup is None else MAX_VERIFY_ROWS
         exactness = stored_exactness(target, most_rows) if exact else OFF
     logger.info(
         "Loaded %s (%s, %d layers, %d positions) with %s.",
@@ -96,6 +102,7 @@ def load(
         target,
         bound,
         None if kept is None else kept.costs,
+        lookup=lookup,
         exactness=exactness or NOT_YET,
         kernels=kernels,
         reuse_replies=not exact,
@@ -149,7 +156,7 @@ def find_drafter(
     source: the target's own checkpoint.
     The other arguments are those of ``load``; it raises what ``load`` does.
     """
-    name = drafter_name(source.name, drafter, source)
+    name = None if drafter == Lookup.name else drafter_name(source.name, drafter, source)
     has_settings = draft_vocab is not None or draft_bits is not None
     if name is None:
         if has_settings:
@@ -165,6 +172,15 @@ def find_drafter(
     label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     is_optional = drafter == AUTO and not has_settings
     return load_drafter(name, target, source, options, progress, is_optional), label
+
+
+def find_lookup(drafter: str | None, tokenizer: Any, texts: Sequence[str]) -> Lookup | None:
+    """Return what copies, see ``load``; None for plain decoding. Raises RequestError for texts without it."""
+    if drafter is not None:
+        return Lookup([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+    if texts:
+        raise RequestError("lookup_texts are texts to copy from, and with drafter=None nothing is copied.")
+    return None
 
 
 def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:

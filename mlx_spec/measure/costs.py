@@ -6,7 +6,7 @@ The doctor and the bench read these tables. An engine learns the costs of its ro
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
 
 
-def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress: bool = False) -> Costs:
+def measured_costs(target: Target, drafter: Drafter | None, drafter_name: str, progress: bool = False) -> Costs:
     """Return the stored costs, or measure them (one or two seconds, ten on a CPU) and store them.
 
-    target, drafter: what is timed.
+    target, drafter: what is timed; without a drafter verify passes alone.
     drafter_name: identifies the drafter in the store.
     progress: whether to show a progress bar.
     """
@@ -44,7 +44,7 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress
     costs = from_json(store.read().get(key))
     is_known = costs is not None
     if costs is None:
-        costs = measure(target, drafter, progress)
+        costs = measure_alone(target, progress) if drafter is None else measure(target, drafter, progress)
         store.write(key, as_json(costs))
     logger.info(
         "Costs of %s with %s are %s: %.2f ms for one row, %.2f ms for the first draft.",
@@ -52,7 +52,7 @@ def measured_costs(target: Target, drafter: Drafter, drafter_name: str, progress
         drafter_name,
         "stored" if is_known else "measured",
         costs.verify_ms(1),
-        costs.draft_ms(1),
+        costs.draft_ms(min(1, len(costs.draft))),
     )
     return costs
 
@@ -70,6 +70,29 @@ def measure(target: Target, drafter: Drafter, progress: bool = False) -> Costs:
         sequence.free()
         for state in states:
             state.free()
+
+
+def measure_alone(target: Target, progress: bool = False) -> Costs:
+    """Time verify passes of several sizes after a short context, without a drafter."""
+    sequence = target.open()
+    try:
+        tokens = mx.zeros((min(CONTEXT, sequence.free_positions),), dtype=mx.int32)
+        target.commit(sequence, target.forward([(sequence, tokens)]))
+        mx.eval(sequence.arrays)
+        passes = {
+            count: partial(verified, target, sequence, tokens[:count]) for count in (1, 2, 4, 8, MAX_VERIFY_ROWS)
+        }
+        return Costs(fastest(passes, progress), {})
+    finally:
+        sequence.free()
+
+
+def verified(
+    target: Target, sequence: CachedSequence, tokens: mx.array, layer_ids: Sequence[int] = ()
+) -> list[mx.array]:
+    """Return what a verify pass computes of these tokens."""
+    passed = target.forward([(sequence, tokens)], layer_ids)
+    return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
 
 
 def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: list[Any], progress: bool) -> Costs:
@@ -92,8 +115,7 @@ def timed(target: Target, drafter: Drafter, sequence: CachedSequence, states: li
     mx.eval(sequence.arrays, rows.aux_hidden_states, propose(states, 1))
 
     def verify(count: int) -> list[mx.array]:
-        passed = target.forward([(sequence, tokens[:count])], drafter.target_layer_ids)
-        return [mx.argmax(target.logits(passed.hidden), axis=-1), *passed.arrays]
+        return verified(target, sequence, tokens[:count], drafter.target_layer_ids)
 
     def draft(count: int, sequences: int) -> list[mx.array]:
         forks = [states[0].fork() for _ in range(sequences)]
@@ -133,7 +155,10 @@ def as_json(costs: Costs) -> dict[str, dict[str, float]]:
 
 
 def from_json(entry: Any) -> Costs | None:
-    """Return the costs of a stored entry, or None where it is missing or damaged, or no times of passes."""
+    """Return the costs of a stored entry, or None where it is missing or damaged, or no times of passes.
+
+    Without a drafter there are none of drafts.
+    """
     try:
         curves = [{int(n): float(ms) for n, ms in entry[field.name].items()} for field in fields(Costs)]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -142,7 +167,8 @@ def from_json(entry: Any) -> Costs | None:
     counts = [count for curve in curves for count in curve]
     times = [*verify.values(), *draft.values()]
     is_usable = (
-        all(curves)
+        bool(verify)
+        and bool(draft) == bool(draft_more)
         and min(counts) > 0
         and all(0 < ms < math.inf for ms in times)
         and all(0 <= ms < math.inf for ms in draft_more.values())
@@ -150,6 +176,6 @@ def from_json(entry: Any) -> Costs | None:
     return Costs(verify, draft, draft_more) if is_usable else None
 
 
-def cost_key(target: Target, drafter: Drafter, drafter_name: str) -> str:
+def cost_key(target: Target, drafter: Drafter | None, drafter_name: str) -> str:
     """Return a key of machine, model, drafter and versions."""
-    return store.key(target, drafter_name, str(drafter.max_draft))
+    return store.key(target, drafter_name, str(drafter.max_draft if drafter else 0))

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 class KeptCosts:
     """Learned costs, and the entry of the store that they come from and go to."""
 
-    def __init__(self, target: Target, drafter: Drafter, drafter_name: str) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, drafter_name: str) -> None:
         """Begin with what earlier processes learned of this target and drafter, or with a guess."""
-        self._key = store.key(target, drafter_name, str(drafter.max_draft), "rounds")
+        self._key = store.key(target, drafter_name, str(drafter.max_draft if drafter else 0), "rounds")
         known = from_json(store.read().get(self._key))
         guess = Costs(VERIFY[implementation()], DRAFT)
         self.costs, self._written = LearnedCosts(guess, known, is_guess=True), 0
@@ -44,9 +44,10 @@ class KeptCosts:
             store.write(self._key, as_json(self.costs))
 
 
-def kept_costs(target: Target, drafter: Drafter, drafter_name: str) -> KeptCosts:
+def kept_costs(target: Target, drafter: Drafter | None, drafter_name: str) -> KeptCosts:
     """Return what is known of the costs of a target with a drafter, and where it is kept.
 
+    drafter: None where tokens are only copied.
     drafter_name: identifies the drafter in the store.
     """
     kept = KeptCosts(target, drafter, drafter_name)

@@ -1,6 +1,5 @@
 """The one chat core: a request in plain data, made ready for the worker. All interfaces translate to it."""
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from mlx_spec.engine import Engine, Request
 from mlx_spec.errors import RequestError
 from mlx_spec.generate import TextStream, chat_prompt, text_request
 from mlx_spec.generate.options import begin, encode
-from mlx_spec.server import tools
+from mlx_spec.server.call_rules import reply_rules
 from mlx_spec.server.errors import ApiError, bad_request
 from mlx_spec.server.reply import ReplyParser
 from mlx_spec.server.settings import Settings
-from mlx_spec.server.tools import Message, Tool, ToolFormat
+from mlx_spec.server.tools import Message, Tool, ToolFormat, is_strict, told
 from mlx_spec.server.worker import context_of
 
 
@@ -111,10 +110,10 @@ def prepare(engine: Engine, tokenizer: Any, settings: Settings, asked: ChatReque
             grammar=place,
             **sampling,
         )
-        request.check(engine.target, engine.states.max_draft)
+        request.check(engine.target, engine.max_draft)
     except RequestError as error:
         raise bad_request(shown(str(error), settings), named_field(str(error))) from error
-    if form is not None and not asked.several_calls and not form.end:
+    if form is not None and not asked.several_calls and not form.end and place is None:
         raise bad_request(
             "parallel_tool_calls cannot be false with this model: its calls have no end mark.",
             "parallel_tool_calls",
@@ -150,7 +149,7 @@ def prompt_ids(tokenizer: Any, settings: Settings, asked: ChatRequest) -> list[i
         offered = list(asked.tools) if asked.tool_choice != "none" else []
         template = {**settings.template, **asked.template}
         if not tokenizer.has_tool_calling:
-            return chat_prompt(tokenizer, tools.told(messages, offered), **template)
+            return chat_prompt(tokenizer, told(messages, offered), **template)
         return chat_prompt(tokenizer, messages, **template, **({"tools": offered} if offered else {}))
     except RequestError as error:
         raise bad_request(str(error), asked.prompt_field) from error
@@ -188,8 +187,8 @@ def grammar_of(
 ) -> Place | None:
     """Return the place before the text of a request that has to match something. Raises ApiError."""
     is_forced = form is not None and asked.tool_choice != "auto"
-    is_strict = any(map(tools.is_strict, asked.tools)) and form is not None
-    if not is_forced and not is_strict and asked.schema is None:
+    has_strict = any(map(is_strict, asked.tools)) and form is not None
+    if not is_forced and not has_strict and asked.schema is None:
         return None
     param = "tool_choice" if is_forced else "tools" if asked.schema is None else asked.schema_field
     after = tokenizer.think_end if in_reasoning else None
@@ -197,40 +196,17 @@ def grammar_of(
         if form is None:
             assert asked.schema is not None
             return begin(Grammar.json_schema(asked.schema, after), tokenizer, vocab_size)
-        if not form.is_json:
-            raise RequestError(
-                "Calls that have to match a schema need a model that writes them in JSON, and this one does not: "
-                "leave out tool_choice, strict and a schema beside tools."
-            )
-        rules = tool_rules(tokenizer, form, asked)
+        rules = reply_rules(
+            tokenizer,
+            form,
+            [tool for tool in asked.tools if asked.only_tool in (None, tool["function"]["name"])],
+            is_forced=is_forced,
+            several=asked.several_calls and asked.only_tool is None,
+            schema=asked.schema,
+        )
         return begin(Grammar.lark(rules, after), tokenizer, vocab_size)
     except RequestError as error:
         raise bad_request(str(error), param) from error
-
-
-def tool_rules(tokenizer: Any, form: ToolFormat, asked: ChatRequest) -> str:
-    """Return the Lark rules of a reply: calls alone, a text by a schema or calls, or text with calls in it."""
-
-    def mark(text: str) -> str:
-        return lark_mark(tokenizer, text)
-
-    offered = [tool for tool in asked.tools if asked.only_tool in (None, tool["function"]["name"])]
-    rules = [tools.calls_rules(form, offered, mark)]
-    more = ' ("\\n" call)*' if asked.several_calls and asked.only_tool is None else ""
-    rules.append(f"calls: /\\s*/ call{more}")
-    if asked.tool_choice != "auto":
-        return "\n".join(["start: calls", *rules])
-    if asked.schema is not None:
-        return "\n".join(["start: answer | calls", *rules, f"answer: %json {json.dumps(asked.schema)}"])
-    text = [r"TEXT: /(.|\n)*/", f"begun[lazy]: TEXT {mark(form.start)}"]
-    return "\n".join(["start: (begun body)* rest", "rest: TEXT", *text, *rules])
-
-
-def lark_mark(tokenizer: Any, mark: str) -> str:
-    """Return how Lark rules write a mark: as its token, where it is a special one, or as text."""
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    special = tokenizer.added_tokens_decoder.get(ids[0]) if len(ids) == 1 else None
-    return f"<[{ids[0]}]>" if special is not None and special.special else json.dumps(mark)
 
 
 def named_field(sentence: str) -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.engine.prompt import common_length
+from mlx_spec.target import CachedSequence
 
 logger = logging.getLogger(__name__)
 # Characters that the log shows on either side of the place where two prompts part.
@@ -19,9 +20,10 @@ class PrefixStore:
     """
 
     def __init__(self, engine: Engine, max_bytes: int | None) -> None:
-        """Begin empty. max_bytes: to keep at most; None for as much as fits into the pool."""
+        """Begin empty. max_bytes: to keep at most; None for as many as the pool's pages have."""
         self._engine = engine
-        self._max_bytes = max_bytes
+        pool = engine.target.pool
+        self._max_bytes = pool.max_pages * pool.page_bytes if max_bytes is None else max_bytes
         self._kept: list[Generation] = []
 
     def __len__(self) -> int:
@@ -31,21 +33,26 @@ class PrefixStore:
     def pages(self) -> int:
         """How many pages would be free if nothing were kept."""
         owners = dict[int, int]()
-        for generation in self._kept:
-            for page in generation.sequence.pages:
+        for sequence in self._sequences:
+            for page in sequence.pages:
                 owners[page] = owners.get(page, 0) + 1
         return sum(self._engine.target.pool.owners(page) == count for page, count in owners.items())
 
     @property
     def bytes(self) -> int:
         """Bytes of all pages and recurrent states that are kept; what the drafter remembers is not counted."""
-        pages = {page for generation in self._kept for page in generation.sequence.pages}
+        pages = {page for sequence in self._sequences for page in sequence.pages}
         states = {
             id(array): array.nbytes
-            for generation in self._kept
-            for array in (generation.sequence.recurrent.arrays if generation.sequence.recurrent else ())
+            for sequence in self._sequences
+            if sequence.recurrent is not None
+            for array in sequence.recurrent.arrays
         }
         return len(pages) * self._engine.target.pool.page_bytes + sum(states.values())
+
+    @property
+    def _sequences(self) -> list[CachedSequence]:
+        return [sequence for generation in self._kept for sequence in generation.sequences]
 
     def nearest(self, request: Request, running: list[Generation]) -> Generation | None:
         """Return the generation, kept or running, of which a request can share most, if any."""
@@ -66,7 +73,7 @@ class PrefixStore:
             self._engine.close(generation)
             return
         self._kept.append(generation)
-        while self._max_bytes is not None and self._kept and self.bytes > self._max_bytes:
+        while self._kept and self.bytes > self._max_bytes:
             self.drop_oldest()
 
     def free_pages(self, wanted: int) -> None:

@@ -5,7 +5,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 
@@ -160,12 +160,18 @@ class CallText:
         try:
             for name, arguments in self._form.parse(self._text, self._tools):
                 parts.append(Part("call", name, self.number, new_call_id()))
-                parts.append(Part("arguments", json.dumps(arguments, ensure_ascii=False), self.number))
+                parts.append(Part("arguments", json_text(arguments), self.number))
                 self.number += 1
         except ValueError:
             end = self._form.end if is_complete else ""
             return [Part("text", f"{self._form.start}{self._text}{end}")]
         return parts
+
+
+def json_text(value: Any) -> str:
+    """Return JSON. Python literals may hold halves of characters, which no reply can be encoded with."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class ObjectEnd:

@@ -1,4 +1,4 @@
-"""Tools: how a model is told of them, how its calls are read, and the grammar of calls that are required.
+"""Tools: how a model is told of them, and how its calls are read.
 
 Calls are read by mlx-lm's parser of the model's format, which takes the whole text of one call. A model whose
 template knows no tools is told of them in its system message, in the form of Hermes models, and answers in it.
@@ -36,31 +36,35 @@ class ToolFormat:
 
     start, end: around each call; without an end a call goes to the end of the text.
     parser: mlx-lm's, from the text of a call and the tools to a call or a list of calls.
-    is_json: a call is ``{"name": ..., "arguments": {...}}``.
+    name: of the format, as mlx_lm.tool_parsers names it.
     is_told: the template knows no tools, so that a system message tells of them.
     """
 
     start: str
     end: str
     parser: Any
-    is_json: bool
+    name: str
     is_told: bool = False
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a call is ``{"name": ..., "arguments": {...}}``."""
+        return self.name == "json_tools"
 
     @staticmethod
     def of(tokenizer: Any) -> "ToolFormat":
         """Return the format of a tokenizer's template."""
         if not tokenizer.has_tool_calling:
-            return ToolFormat(
-                json_tools.tool_call_start, json_tools.tool_call_end, json_tools.parse_tool_call, True, True
-            )
+            start, end = json_tools.tool_call_start, json_tools.tool_call_end
+            return ToolFormat(start, end, json_tools.parse_tool_call, "json_tools", True)
         parser = tokenizer.tool_parser
-        is_json = parser is json_tools.parse_tool_call
-        return ToolFormat(tokenizer.tool_call_start, tokenizer.tool_call_end, parser, is_json)
+        name = parser.__module__.rsplit(".", 1)[-1]
+        return ToolFormat(tokenizer.tool_call_start, tokenizer.tool_call_end, parser, name)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
         """Return the calls, names with arguments, of the text between two marks. Raises ValueError for no call."""
         try:
-            found = self.parser(text, list(tools))
+            found = self.parser(text, [with_types(tool) for tool in tools])
         except Exception as error:  # each format's parser raises what it likes
             raise ValueError(str(error)) from error
         calls = found if isinstance(found, list) else [found]
@@ -103,31 +107,27 @@ def told(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     return result
 
 
-def calls_rules(form: ToolFormat, tools: Sequence[Tool], mark: Any) -> str:
-    """Return Lark rules of one ``call`` of one of the tools, ``body`` being what follows its first mark.
-
-    mark: from the text of a mark to how Lark rules write it.
-    """
-    names = " | ".join(f"tool_{number}" for number in range(len(tools)))
-    schemas = [f"tool_{number}: %json {json.dumps(call_schema(tool))}" for number, tool in enumerate(tools)]
-    head = [f"call: {mark(form.start)} body", f'body: "\\n" tool "\\n" {mark(form.end)}', f"tool: {names}"]
-    return "\n".join([*head, *schemas])
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool's arguments."""
+    return {"type": "object", **(tool["function"].get("parameters") or {})}
 
 
-def call_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a call of a tool, spaced as templates write calls."""
-    function = tool["function"]
-    parameters = dict(function.get("parameters") or {"type": "object"})
-    # References in the parameters are from the root of a schema.
-    definitions = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "},
-        **definitions,
-    }
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema, or what it refers to in the definitions of the root. ``true`` is a schema of anything."""
+    names = list[str]()
+    while isinstance(schema, Mapping) and str(schema.get("$ref", "")).startswith("#/") and len(names) < 16:
+        names.append(schema["$ref"])
+        schema = root
+        for part in names[-1][2:].split("/"):
+            schema = schema.get(part, {}) if isinstance(schema, Mapping) else {}
+    return dict(schema) if isinstance(schema, Mapping) else {}
+
+
+def with_types(tool: Tool) -> dict[str, Any]:
+    """Return a tool for a parser, which takes the type of an argument from its schema and follows no reference."""
+    parameters = parameters_of(tool)
+    properties = {key: resolved(each, parameters) for key, each in (parameters.get("properties") or {}).items()}
+    return {**tool, "function": {**tool["function"], "parameters": {**parameters, "properties": properties}}}
 
 
 def is_strict(tool: Tool) -> bool:

@@ -154,8 +154,10 @@ class Worker:
         self._wake.put(None)
 
     def begin_stop(self) -> None:
-        """End all jobs and the thread, after the round that runs. Safe in a signal handler."""
+        """End all jobs at once, and the thread after the round that runs. Safe in a signal handler."""
         self._stopping = True
+        for job in (*self._running, *self._waiting):
+            job.deliver(Failed(Stopping()))
         self._wake.put(None)
 
     def wait(self) -> None:
@@ -332,7 +334,7 @@ class Worker:
             job.deliver(Tokens(index, found))
         if generation.finish_reason is not None:
             statistics = generation.statistics
-            statistics.depth_reason = generation.policy.reason if engine.drafter else ""
+            statistics.depth_reason = generation.policy.reason if engine.max_draft else ""
             seconds = (job.first_token or time.monotonic()) - job.started
             finished = Finished(index, generation.finish_reason, statistics, seconds)
             self._count(finished)

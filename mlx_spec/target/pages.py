@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec.errors import ContextFull, PositionError
 from mlx_spec.target.recurrent import RecurrentState
@@ -16,16 +17,20 @@ PAGE_SLOTS = 32
 
 
 class PagePool:
-    """Owns the pages of all sequences of one model.
-
-    data: [pages, layers, 2 (keys, values), PAGE_SLOTS, KV heads, head dim].
-    """
+    """Owns the pages of all sequences of one model."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, max_pages: int) -> None:
         """Begin with 8 pages; ``data`` doubles up to ``max_pages`` as pages are needed."""
         self.max_pages = max_pages
-        self.data = mx.zeros((min(8, max_pages), layers, 2, PAGE_SLOTS, kv_heads, head_dim), dtype=dtype)
-        self._owners = [0] * self.data.shape[0]
+        self._page = (layers, 2, PAGE_SLOTS, kv_heads, head_dim)
+        self._owners = [0] * min(8, max_pages)
+        # A row for each page, layer, side and slot: one index an update is what scatters fastest.
+        self._rows = mx.zeros((len(self._owners) * layers * 2 * PAGE_SLOTS, kv_heads * head_dim), dtype=dtype)
+
+    @property
+    def data(self) -> mx.array:
+        """The pages, [pages, layers, 2 (keys, values), PAGE_SLOTS, KV heads, head dim]."""
+        return self._rows.reshape(-1, *self._page)
 
     @property
     def pages_in_use(self) -> int:
@@ -35,7 +40,7 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self.data.nbytes // self.data.shape[0]
+        return self._rows.nbytes // len(self._owners)
 
     @property
     def free_pages(self) -> int:
@@ -75,22 +80,26 @@ class PagePool:
 
     def copy(self, page: int, into: int) -> None:
         """Copy the contents of a page into another, lazily."""
-        self.data[mx.array([into])] = self.data[mx.array([page])]
+        rows = mx.arange(self._rows.shape[0] // len(self._owners))
+        self._rows[into * rows.size + rows] = self._rows[page * rows.size + rows]
 
     def write(self, pages: Sequence[int], slots: Sequence[int], rows: mx.array) -> None:
         """Write rows, lazily.
 
         pages, slots: R numbers each, where a row goes.
         rows: [R, layers, 2, KV, D].
-        A scatter by index arrays that the next graph runs before it reads: only then MLX updates the pool in
+        A scatter by an index array that the next graph runs before it reads: only then MLX updates the pool in
         place. Slice updates, and a write after a read, copy all of it.
         """
-        self.data[mx.array(list(pages)), :, :, mx.array(list(slots))] = rows
+        sides = np.arange(self._page[0] * 2)
+        first = np.array(pages)[:, None] * sides.size + sides
+        index = mx.array((first * PAGE_SLOTS + np.array(slots)[:, None]).ravel(), dtype=mx.uint32)
+        self._rows[index] = rows.reshape(index.size, -1)
 
     def _grow(self) -> None:
-        more = min(self.data.shape[0], self.max_pages - self.data.shape[0])
-        empty = mx.zeros((more, *self.data.shape[1:]), dtype=self.data.dtype)
-        self.data = mx.concatenate([self.data, empty])
+        more = min(len(self._owners), self.max_pages - len(self._owners))
+        empty = mx.zeros((self._rows.shape[0] // len(self._owners) * more, self._rows.shape[1]), self._rows.dtype)
+        self._rows = mx.concatenate([self._rows, empty])
         self._owners += [0] * more
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from metal_kernels import (
-    MAX_CHUNK_ROWS,
     MAX_VERIFY_ROWS,
     Cached,
     Linear,
@@ -24,7 +23,6 @@ from mlx_spec.target.batch_layout import (
     PassContext,
     Paths,
     bounds_of,
-    chunks_of,
     first_rows,
     is_prompt,
 )
@@ -178,7 +176,7 @@ class Target:
         lengths, pages = [sequence.length for sequence in sequences], [sequence.pages for sequence in sequences]
         numbers = BatchLayout.packed(counts, lengths, slots, pages, paths)
         most_accepted = max(1, *(state.accepted for state in states))
-        graph = self._graph(counts, tuple(target_layer_ids), most_accepted, paths is not None)
+        graph = self._graph(counts, tuple(lengths), tuple(target_layer_ids), most_accepted, paths is not None)
         tokens = mx.concatenate([tokens for _, tokens in batch])
         hidden, aux_hidden_states, kv, kept = graph(tokens, numbers, self.pool.data, layers)
         return Pass(hidden, aux_hidden_states, kv, counts, states_after(kept, counts))
@@ -249,7 +247,12 @@ class Target:
                 )
 
     def _graph(
-        self, counts: tuple[int, ...], target_layer_ids: tuple[int, ...], most_accepted: int, has_paths: bool
+        self,
+        counts: tuple[int, ...],
+        lengths: tuple[int, ...],
+        target_layer_ids: tuple[int, ...],
+        most_accepted: int,
+        has_paths: bool,
     ) -> Graph:
         """Return the pass for rows ``counts``: compiled where it is small and MLX can trace our kernels.
 
@@ -257,15 +260,16 @@ class Target:
         are compiled: counts are replaced by bounds, and the numbers come as arrays.
         """
         if sum(counts) > MAX_VERIFY_ROWS or not is_traceable():
-            return partial(self._pass, counts, None, target_layer_ids, most_accepted, has_paths)
+            return partial(self._pass, counts, None, lengths, target_layer_ids, most_accepted, has_paths)
         bounds = bounds_of(counts)
-        graph = partial(self._pass, bounds, max(bounds), target_layer_ids, MAX_CHUNK_ROWS, has_paths)
+        graph = partial(self._pass, bounds, max(bounds), None, target_layer_ids, MAX_VERIFY_ROWS, has_paths)
         return self._graphs.of((bounds, sum(counts), target_layer_ids, has_paths), graph)
 
     def _pass(
         self,
         counts: tuple[int, ...],
         longest: int | None,
+        held: tuple[int, ...] | None,
         target_layer_ids: tuple[int, ...],
         most_accepted: int,
         has_paths: bool,
@@ -278,6 +282,7 @@ class Target:
 
         counts: rows of each sequence, or bounds of these, where ``numbers`` alone holds them.
         longest: None for exact counts, otherwise the largest bound.
+        held: see Cached.
         most_accepted: a bound of the rows that a sequence's recurrent layers step through first.
         tokens: [R] int32.
         numbers: see ``BatchLayout.packed``.
@@ -286,11 +291,12 @@ class Target:
         """
         layout = BatchLayout.unpacked(numbers, tokens.size, len(counts), has_paths)
         layers = tuple(LayerState(*each) for each in states)
-        cached = Cached(layout.pages, layout.lengths, counts, None if longest is None else layout.starts)
+        starts = None if longest is None else layout.starts
+        cached = Cached(layout.pages, layout.lengths, counts, starts, held)
         rows = min(most_accepted, layers[0].k.shape[0]) if layers else 1
-        spans = RowSpans(layout.first, layout.accepted, rows)
-        chunks = chunks_of(counts) if longest is None else layout.one_chunk(longest)
-        context = PassContext(layout.positions, cached, pool, layers, layout.slots, spans, chunks, layout.paths)
+        accepted = RowSpans(layout.first, layout.accepted, rows)
+        spans = RowSpans(layout.starts[:-1], layout.counts, max(counts))
+        context = PassContext(layout.positions, cached, pool, layers, layout.slots, accepted, spans, layout.paths)
         return self._run(self.embed(tokens), context, target_layer_ids)
 
     def _run(

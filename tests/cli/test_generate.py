@@ -40,6 +40,7 @@ STATS = {
     "accepted_sibling_drafts",
     "accepted_length",
     "drafted",
+    "drafted_by",
     "accepted",
     "acceptance",
     "time_shares",
@@ -190,6 +191,17 @@ def test_num_draft_tokens_never_change_the_answer(model: str, drafter: str, caps
         assert len(answers) == 1
 
 
+def test_copies_change_no_answer(model: str, drafter: str, tmp_path: Path, capsys: Capture) -> None:
+    """Of a prompt that repeats itself, from further texts, and beside a drafter."""
+    text = tmp_path / "text"
+    argv = ["--model", model, "-m", "40", "-p", "one two three one two three one two", "--verbose", "F"]
+    plain = answer(capsys, *argv, "--drafter", "none")
+    text.write_text(plain, encoding="utf-8")
+    for more in ([], ["--drafter", "lookup", "--lookup-text", str(text)], ["--drafter", drafter]):
+        assert answer(capsys, *argv, *more) == plain
+    assert answer(capsys, *argv, "--drafter", "lookup", "--num-draft-tokens", "4") == plain
+
+
 def test_num_draft_tokens_0_loads_no_drafter(model: str, capsys: Capture) -> None:
     answer(capsys, "--model", model, "--drafter", "nowhere", "--num-draft-tokens", "0", "-m", "2")
 
@@ -326,10 +338,14 @@ def test_flags_reach_load(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(COMMAND, "load", spy)
     argv = f"--model {model} --drafter eagle --adapter-path {tmp_path} --trust-remote-code --max-kv-size 96"
-    assert main([*argv.split(), "--draft-vocab", "500", "--draft-bits", "4", "--exact", "off"]) == 130
+    text = tmp_path / "text"
+    text.write_text("Twelve.")
+    more = ["--lookup-text", str(text), "--lookup-text", str(text)]
+    assert main([*argv.split(), *more, "--draft-vocab", "500", "--draft-bits", "4", "--exact", "off"]) == 130
     assert asked == dict(
         names=(model,),
         drafter="eagle",
+        lookup_texts=["Twelve.", "Twelve."],
         adapter_path=str(tmp_path),
         trust_remote_code=True,
         max_cached_tokens=96,
@@ -378,7 +394,7 @@ ERRORS: list[tuple[list[str], list[str]]] = [
     (["--prompt", " \\n"], ["prompt is empty"]),
     (["--prompt", "-"], ["prompt is empty"]),
     (["--drafter", "{drafter}", "--num-draft-tokens", "99"], ["99", "at most 7"]),
-    (["--num-draft-tokens", "3"], ["3", "no drafter"]),
+    (["--drafter", "none", "--num-draft-tokens", "3"], ["3", "no drafter"]),
     (["--num-draft-tokens", "x"], ["'x'", "auto, adaptive or a number"]),
     (["--num-draft-tokens", "-1"], ["'-1'", "auto, adaptive or a number"]),
     (["--logit-bias", "{"], ["--logit-bias", "JSON"]),
@@ -641,6 +657,10 @@ WITHOUT_EFFECT = [
     (
         ["--num-draft-tokens", "0", "--drafter", "nowhere", "--draft-bits", "4"],
         "--drafter and --draft-bits: no effect, --num-draft-tokens 0 decodes plainly.",
+    ),
+    (
+        ["--num-draft-tokens", "0", "--lookup-text", "nowhere"],
+        "--lookup-text: no effect, --num-draft-tokens 0 decodes plainly.",
     ),
 ]
 

@@ -1,6 +1,7 @@
 """``python -m mlx_spec.probe``: what it prints, its files and its exit status."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def text(tmp_path: Path) -> list[str]:
 
 def test_a_healthy_drafter_is_reported_in_full(text: list[str], tmp_path: Path, capsys: Capture) -> None:
     plot, dump = tmp_path / "plot.png", tmp_path / "dump"
-    status = main([*PAIR, *text, "--json", "--plot", str(plot), "--dump", str(dump)])
+    status = main([*PAIR, *text, "--json", "--plot", str(plot), "--dump", str(dump), "--logits", "1", "3"])
     found = json.loads(capsys.readouterr().out)
     assert STATUS[found["verdict"]["status"]] == status
     assert found["verdict"]["status"] in ("healthy", "weak drafter")
@@ -42,6 +43,13 @@ def test_a_healthy_drafter_is_reported_in_full(text: list[str], tmp_path: Path, 
     assert {each["stage"] for each in found["stages"]} >= {"ctx_combined", "q", "steps.0.gate", "steps.6.logits"}
     assert found["departures"] and all(each["units"] < 4 for each in found["departures"])
     assert len(found["contracts"]) >= 15 and all(each["fixes"] for each in found["contracts"])
+    assert found["captured"] and not any(each["departs"] for each in found["captured"])
+    for row, shown in zip((1, 3), found["logits"], strict=True):
+        logprobs = [each["logprob"] for each in shown["top"]]
+        assert shown["row"] == row and [each["rank"] for each in shown["top"]] == list(range(10))
+        assert logprobs == sorted(logprobs, reverse=True) and sum(map(math.exp, logprobs)) < 1.0001
+        right = shown["right"]
+        assert right["rank"] >= 10 or right in shown["top"]
     assert [each["depth"] for each in found["speeds"]] == list(range(8))
     assert found["best_depth"] in range(8)
     assert plot.read_bytes().startswith(b"\x89PNG") and dump.stat().st_size > 1000
@@ -70,6 +78,8 @@ def test_a_text_that_is_none_or_too_short_is_refused(tmp_path: Path, capsys: Cap
         assert main([*PAIR, "--text", str(tmp_path / "text")]) == 2
         assert word in capsys.readouterr().err
     assert main([*PAIR, "--text", str(tmp_path / "none")]) == 2
+    assert main([*PAIR, "--logits", "8"]) == 2
+    assert "rows 1 to 7; there is no row 8" in capsys.readouterr().err
     assert main([PAIR[0], PAIR[1]]) == 2
     assert "comes with no drafter" in capsys.readouterr().err
 

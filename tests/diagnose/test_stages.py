@@ -92,9 +92,7 @@ def test_every_stage_is_what_its_formula_gives(case: str, dtype: mx.Dtype, tmp_p
         wrong = {each.stage: each.units for each in found if each.departs}
         assert not wrong
         compared = {each.stage for each in found}
-        # Experts have no formula.
-        known = BASIS | ({"y"} if case == "MTP, experts" else set())
-        left = {name for name in stages if name.rpartition(".")[2] not in known} - compared
+        left = {name for name in stages if name.rpartition(".")[2] not in BASIS} - compared
         assert not left, "stages that no formula is given for"
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_spec.diagnose.acceptance import Hits
+from mlx_spec.diagnose.acceptance import TEMPERATURES, Hits, likelihoods
 from mlx_spec.diagnose.probe import ALIGNMENTS, Probe, speeds_of
 from mlx_spec.diagnose.report import as_json, as_text
 from mlx_spec.diagnose.stages import Departure, StageNumbers
@@ -24,8 +24,9 @@ def hits(share: float, anchors: int = 200, seed: int = 0, texts: int = 2, **chan
     right = rng.random((anchors, 2)) < share
     no = np.zeros_like(right)
     place = np.where(right, 0, 16)
-    at = np.arange(anchors)
-    found = Hits(right, right, right | (rng.random(right.shape) < 0.5), place, no, no, at % texts, at // texts)
+    at, among = np.arange(anchors), right | (rng.random(right.shape) < 0.5)
+    likelihood = np.repeat(-place[..., None] / 16.0, len(TEMPERATURES), axis=-1)
+    found = Hits(right, right, among, place, likelihood, no, no, at % texts, at // texts)
     return replace(found, **changes)
 
 
@@ -125,6 +126,38 @@ def test_a_gain_at_late_positions_alone_is_no_other_contract() -> None:
     late = replace(own, right=right, place=np.where(right, 0, 16))
     assert not Found(Contract((VARIANT,)), late, own).is_better
     assert Found(Contract((VARIANT,)), hits(1.0), own).is_better
+
+
+def likelier(own: Hits, gains: np.ndarray) -> Found:
+    """A contract with the same drafts, whose right tokens are likelier by so many nats after each anchor."""
+    other = replace(own, likelihood=own.likelihood + gains[:, None, None])
+    return Found(Contract((VARIANT,)), other, own)
+
+
+def test_likelihood_shows_what_changes_few_drafts() -> None:
+    """At all positions, that is: not at the late ones alone, nor by a sharper or flatter distribution."""
+    own, rng = hits(0.7), np.random.default_rng(3)
+    spread = 0.1 * rng.normal(size=200)
+    assert likelier(own, 0.1 + spread).is_better
+    assert not likelier(own, spread).is_better and not likelier(own, spread - 0.1).is_better
+    assert not likelier(own, np.where(own.position > np.median(own.position), 0.3, -0.02) + 0.1 * spread).is_better
+    flatter = np.stack([own.likelihood[..., 0] + 0.1 * i for i in range(len(TEMPERATURES))], axis=-1)
+    moved = replace(own, likelihood=np.roll(flatter, 1, axis=-1))
+    assert not Found(Contract((VARIANT,)), moved, replace(own, likelihood=flatter)).is_better
+
+
+def test_likelihoods_at_every_temperature() -> None:
+    scores = np.array([[[3.0, 1.0, -2.0]], [[0.5, 0.25, np.inf]]])
+    found = likelihoods(scores, np.array([[[1.0]], [[0.5]]]), np.array([[True], [False]]))
+    for i, temperature in enumerate(TEMPERATURES):
+        share = np.exp(scores[0, 0] / temperature)
+        assert found[0, 0, i] == pytest.approx(np.log(share[1] / share.sum()))
+    assert np.isfinite(found).all()
+
+
+def test_rows_of_another_place_are_named() -> None:
+    verdict = verdict_of(probe(departures=[Departure("ctx_combined", 900.0, -1)]))
+    assert verdict.cause == "ctx_combined has the rows before: it needs those of the row after" and verdict.fixes
 
 
 def test_the_depth_to_choose_is_the_fastest() -> None:

@@ -129,6 +129,7 @@ def _printed() -> Iterator[list[str]]:
 
 # Metal has no double: a literal without a suffix is a float.
 _FLOAT = re.compile(r"(?<![\w.])(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
+_INCLUDE = re.compile(r"(?m)^#include <metal_\w+>$")
 _UNROLL = re.compile(r"(?m)^\s*#pragma unroll.*$")
 # The same declarations as in metal_kernels.launching.cuda_dialect.
 _THREADGROUP_ARRAY = re.compile(r"(?m)^(\s*)threadgroup (?=[^;(]*\[[^;]*;)")
@@ -145,7 +146,7 @@ def _as_cpp(kernel: Kernel, text: str) -> Program:
         raise EmulatorError(f"{kernel.name}: a threadgroup array in a helper: Metal takes them in the body alone")
     at = text.index(body, len(helpers))
     signature, rest = text[len(helpers) : at], text[at + len(body) :]
-    text_by_file = "".join([*_numbered(kernel, signature), f'\n#line 1 "MLX"\n{rest}'])
+    text_by_file = _INCLUDE.sub("", "".join([*_numbered(kernel, signature), f'\n#line 1 "MLX"\n{rest}']))
     plain = _FLOAT.sub(lambda m: m[0] + "f", re.sub(r"\[\[[^\[\]]*\]\]", "", text_by_file))
     if found := re.search(r"(?m)^\s*threadgroup [^*&(]*?;", _DECLARATION.sub("", plain)):
         raise EmulatorError(f"{kernel.name}: `{found[0].strip()}`: the form is `threadgroup type name[size];`")

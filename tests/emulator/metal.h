@@ -344,6 +344,43 @@ inline void simdgroup_barrier(mem_flags, EMULATOR_SITE("simdgroup_barrier")) {
 }
 }  // namespace metal
 
+// ---- 8 x 8 matrices: lane l holds two neighbouring columns of one row
+
+namespace metal {
+template <typename T, int Rows, int Columns>
+struct simdgroup_matrix {
+  static_assert(Rows == 8 && Columns == 8 && emulator::is_float<T>, "8 x 8 numbers of a floating type");
+  vec<T, 2>& thread_elements() { return elements; }
+  const vec<T, 2>& thread_elements() const { return elements; }
+
+ private:
+  vec<T, 2> elements;
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+// Sums as Apple's GPUs were measured to (M1, M3): one fused multiply-add after another, k ascending. Accumulators of
+// other types round in ways of their own.
+template <typename A, typename B>
+inline void simdgroup_multiply_accumulate(simdgroup_float8x8& to, const simdgroup_matrix<A, 8, 8>& a,
+                                          const simdgroup_matrix<B, 8, 8>& b, const simdgroup_float8x8& c,
+                                          EMULATOR_SITE("simdgroup_multiply_accumulate")) {
+  emulator::exchange(vec<float, 4>{float(a.thread_elements()[0]), float(a.thread_elements()[1]),
+                                   float(b.thread_elements()[0]), float(b.thread_elements()[1])},
+                     site);
+  const int lane = emulator::lane_index(), row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) + lane % 2;
+  auto holder = [](int row, int pair) { return ((row & 4) | (pair & 2)) * 4 + (row & 3) * 2 + (pair & 1); };
+  vec<float, 2> sum = c.thread_elements();
+  for (int k = 0; k < 8; k++) {
+    const float left = emulator::received<vec<float, 4>>(holder(row, k / 2))[k % 2];
+    const auto right = emulator::received<vec<float, 4>>(holder(k, column));
+    for (int i = 0; i < 2; i++) sum[i] = __builtin_fmaf(left, right[2 + i], sum[i]);
+  }
+  to.thread_elements() = sum;
+}
+}  // namespace metal
+
 namespace emulator {
 template <typename A>
 inline A& threadgroup_array(const char* name, unsigned line = __builtin_LINE()) {

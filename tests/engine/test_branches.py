@@ -209,8 +209,8 @@ class Branches(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_those_of_the_branches(self) -> None:
-        parts = [part for branch in self.branches for part in (branch.generation, branch.generation.boundary)]
-        pages = {page for part in parts if part is not None for page in part.sequence.pages}
+        sequences = [sequence for branch in self.branches for sequence in branch.generation.sequences]
+        pages = {page for sequence in sequences for page in sequence.pages}
         assert self.target.pool.pages_in_use == len(pages)
 
     def teardown(self) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_spec.engine.costs import Costs, interpolate
-from mlx_spec.engine.draft_policy import DECAY, MARGIN, Adaptive, CostAware, FixedDepth
+from mlx_spec.engine.draft_policy import DECAY, MARGIN, Adaptive, CopiesAlone, CostAware, FixedDepth, policy_for
 
 CHEAP = Costs({1: 10.0, 8: 12.0}, {1: 1.0, 7: 2.0})
 # A verify pass of n rows costs what n passes of one row cost: drafting can never pay.
@@ -265,3 +265,41 @@ def test_a_fixed_number_of_siblings_is_spread_from_the_first_draft_on() -> None:
     policy = FixedDepth(3, 5)
     assert [policy.siblings(depth) for depth in range(4)] == [(), (5,), (3, 2), (2, 2, 1)]
     assert policy.reason == "fixed at 3, a tree with 5 siblings"
+
+
+LIKELY = tuple(0.95**count for count in range(1, 16))
+
+
+@pytest.mark.parametrize("chances", [LIKELY, LIKELY[:3], (0.5, 0.25, 0.1), (0.05,), ()])
+@pytest.mark.parametrize("last_row", [10.5, 25.0, 60.0, 160.0])
+def test_a_copy_is_as_long_as_is_cheapest_for_each_token(chances: tuple[float, ...], last_row: float) -> None:
+    """Against every other length, plain decoding included."""
+    costs = Costs({1: 10.0, 16: last_row}, {})
+    policy = CopiesAlone(costs)
+
+    def ms_per_token(count: int) -> float:
+        return costs.verify_ms(count + 1) / (1 + sum(chances[:count]))
+
+    best = min(range(len(chances) + 1), key=ms_per_token)
+    assert policy.copied(chances) == (best if ms_per_token(best) < MARGIN * 10.0 else 0)
+    assert policy.depth() == 0 and policy.offer().chances == () and policy.siblings(2) == (0, 0)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("chance", [0.1, 0.6, 0.99])
+def test_a_copy_takes_the_round_where_it_is_cheaper_than_drafting(rate: float, chance: float) -> None:
+    policy, copies = CostAware(CHEAP, 7, prior=rate), CopiesAlone(CHEAP)
+    chances = tuple(chance**count for count in range(1, 16))
+    alone = copies.copied(chances)
+    ms = CHEAP.verify_ms(alone + 1) / (1 + sum(chances[:alone]))
+    drafted = min(policy.ms_per_token(depth) for depth in range(8))
+    assert policy.copied(chances) == (alone if ms < drafted else 0)
+
+
+def test_what_copies_without_costs_takes_what_there_is() -> None:
+    for asked, expected in ((None, 15), ("adaptive", 15), (4, 4)):
+        policy = policy_for(asked, None, 0, None, takes_trees=True, max_copy=15)
+        assert policy.copied(LIKELY) == expected and policy.copied(LIKELY[:2]) == 2
+    nothing = policy_for(None, None, 0, CHEAP, takes_trees=True)
+    assert nothing.copied(LIKELY) == nothing.depth() == 0
+    assert Adaptive(7).copied(LIKELY) == 0

@@ -21,7 +21,7 @@ def falling(chances: list[float]) -> tuple[float, ...]:
 
 
 chances = st.lists(st.floats(0.01, 1.0), max_size=7).map(falling)
-offers = st.lists(st.builds(DepthOffer, chances, st.booleans()), min_size=1, max_size=16)
+offers = st.lists(st.builds(DepthOffer, chances, st.booleans(), st.booleans()), min_size=1, max_size=16)
 
 
 @given(offers=offers, data=st.data(), costs=st.sampled_from([None, COSTS]))
@@ -65,6 +65,16 @@ def test_optional_drafts_take_the_number_that_is_cheapest_for_each_token() -> No
 def test_where_every_row_costs_as_much_as_the_first_nothing_is_drafted() -> None:
     expensive = Costs({1: 10.0, 16: 160.0}, {1: 1.0, 7: 2.0})
     assert share_rows([DepthOffer((0.9, 0.8), True)] * 4, [7] * 4, 16, expensive) == [0] * 4
+
+
+def test_copies_need_no_draft_pass() -> None:
+    """A pass whose drafts would cost more than they bring takes the copies alone."""
+    costs = Costs({1: 10.0, 16: 11.0}, {1: 100.0, 7: 100.0})
+    likely = (0.9, 0.8)
+    offers = [DepthOffer(likely, True, is_drafted) for is_drafted in (True, False, True)]
+    assert share_rows(offers[1:2], [7], 16, costs) == [2]
+    assert share_rows([offers[1], DepthOffer((0.1,), True)], [7] * 2, 16, costs) == [2, 0]
+    assert share_rows(offers[:1], [7], 16, costs) == [0]
 
 
 def test_what_further_sequences_add_to_a_draft_keeps_some_of_them_out() -> None:

@@ -17,6 +17,7 @@ from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.eagle.load import load_eagle
 from mlx_spec.drafters.mtp.load import load_mtp
 from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine.prompt import MAX_MARKS
 from mlx_spec.errors import ContextFull, RequestError
 from mlx_spec.target import Target
 
@@ -140,14 +141,37 @@ def test_whole_chunks_of_the_earlier_prompt_are_not_read_again(
     assert "66 tokens, 32 of them cached" in str(second.statistics)
 
 
-def test_of_recurrent_layers_one_state_is_kept() -> None:
-    """At the last boundary: an edit before it is read from the start."""
-    engine = Engine(tiny_target("qwen3_5"))
-    first = engine.start(request(TOKENS[:50]))
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_of_recurrent_layers_some_states_are_kept(is_trimmed: bool) -> None:
+    """At a few boundaries that lie evenly: an edit goes on from the one before it, with the text of a cold run."""
+    engine = Engine(tiny_target("qwen3_5", max_cached_tokens=1024))
+    prompt = TOKENS[:112]
+    first = engine.start(request(prompt))
     finish(engine, first)
+    assert [kept.length for kept in first.marks] == [32, 48, 64, 80] and len(first.marks) == MAX_MARKS
+    if is_trimmed:
+        engine.trim(first)
+    cached = []
+    for at in (20, 70, 104):
+        edited = [*prompt[:at], (prompt[at] + 1) % 90, *prompt[at + 1 :]]
+        second = engine.start(request(edited), after=first)
+        cached.append(second.statistics.cached_tokens)
+        cold = engine.start(request(edited))
+        finish(engine, second), finish(engine, cold)
+        engine.close(cold)
+        assert second.tokens == cold.tokens
+        third = engine.start(request([*edited, 3]), after=second)
+        assert third.statistics.cached_tokens == 96
+        assert [kept.length for kept in third.marks] == [kept.length for kept in second.marks]
+        for each in (second, third):
+            engine.close(each)
+    assert cached == [0, 64, 96]
+    engine.close(first)
+    assert engine.target.pool.pages_in_use == 0
+
+
+def test_of_other_layers_every_boundary_is_there() -> None:
     edited = [*TOKENS[:20], (TOKENS[20] + 1) % 90, *TOKENS[21:60]]
-    assert engine.start(request([*TOKENS[:50], 3]), after=first).statistics.cached_tokens == 48
-    assert engine.start(request(edited), after=first).statistics.cached_tokens == 0
     dense = Engine(tiny_target("llama"))
     first = dense.start(request(TOKENS[:50]))
     finish(dense, first)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from emulator import launcher
 
-from metal_kernels import Cached, attention_rows
+from metal_kernels import Cached, attention_prompt, attention_rows
 from metal_kernels.attention_rows import split_of
 from metal_kernels.launching import launch
 from metal_kernels.launching.implementations import using
@@ -47,6 +47,7 @@ class Problem:
     options: dict[str, Any]
     slots: int = 32
     starts: mx.array | None = None
+    held: tuple[int, ...] | None = None
 
     @staticmethod
     def random(
@@ -90,7 +91,7 @@ class Problem:
         pages = mx.array(pool).astype(self.keys.dtype)
         counts = self.counts if self.starts is None else (7,) * len(self.counts)
         lengths = mx.array([past.shape[0] for past in self.past])
-        cached = Cached(mx.array(table), lengths, counts, self.starts)
+        cached = Cached(mx.array(table), lengths, counts, self.starts, self.held)
         return attention_rows(
             self.queries,
             self.keys,
@@ -232,6 +233,20 @@ def test_kernel_equals_the_formula_over_splits_of_every_length(length: int) -> N
         assert_equals_formula(problem, problem.run())
 
 
+@pytest.mark.parametrize("border", [32, 64, 2048, 2176])
+def test_kernel_equals_the_formula_at_borders_of_tiles_and_splits(border: int) -> None:
+    """With one row and with several, and with windows that begin there."""
+    for length in (border - 16, border - 3, border - 1, border, border + 1):
+        for rows in (1, 3, 16):
+            problem = Problem.random((length,), (rows,), heads=2, kv_heads=1, dim=16)
+            with running("once"):
+                assert_equals_formula(problem, problem.run())
+    for window in (33, 64, 65):
+        problem = Problem.random((border + 62,), (3,), heads=2, kv_heads=1, dim=16, window=window)
+        with running("once"):
+            assert_equals_formula(problem, problem.run())
+
+
 SPLITS = [64] * 32 + [128] * 32 + [256] * 32 + [512] * 40
 
 
@@ -311,6 +326,14 @@ def test_options_equal_the_formula(implementation: str, name: str) -> None:
             assert_equals_formula(problem, problem.run(padding=1))
 
 
+@pytest.mark.parametrize("heads", [2, 6])
+def test_trees_equal_the_formula_where_rows_and_simdgroups_do_not_match(heads: int) -> None:
+    """Of 8 queries, the last is a row of its own, or one of three heads of a row."""
+    problem = Problem.random((30,), (16,), heads=heads, kv_heads=2, paths=TREE)
+    with running("native"):
+        assert_equals_formula(problem, problem.run())
+
+
 @pytest.mark.parametrize("implementation", ["native", "stock", "reference", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"window": 10}, {"block": True}], ids=str)
 def test_sequences_equal_the_formula(options: dict[str, Any], implementation: str) -> None:
@@ -351,6 +374,23 @@ def test_long_prompts_leave_short_rows_their_bits() -> None:
         assert_equals_formula(problem, together)
         np.testing.assert_array_equal(bits(together[:3]), bits(problem.rows(0, 0, 3).run()))
         np.testing.assert_array_equal(bits(together[43:]), bits(problem.rows(2, 0, 2).run()))
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 19}, {"window": 40, "sinks": SINKS}], ids=str)
+def test_prompts_equal_the_formula(options: dict[str, Any], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fused attention; head size 256 in parts of few rows."""
+    monkeypatch.setattr(attention_prompt, "MOST_SCORES", 4096)
+    for length in (0, 20, 64, 70):
+        problem = replace(Problem.random((length,), (37,), dim=dim, **options), held=(length,))
+        with running("native"):
+            assert_equals_formula(problem, problem.run(padding=1))
+
+
+def test_prompts_beside_other_sequences_equal_the_formula() -> None:
+    problem = replace(Problem.random((40, 20, 9), (3, 40, 2)), held=(40, 20, 9))
+    with running("native"):
+        assert_equals_formula(problem, problem.run())
 
 
 @pytest.mark.parametrize("window", [None, 12])

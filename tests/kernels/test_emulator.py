@@ -124,6 +124,11 @@ FAULTS = {
         "y[i] = metal::simd_shuffle(x[i], 32);",
         "simd_shuffle at tried.metal:3: there is no such lane",
     ),
+    "matrices of half a simdgroup": (
+        "metal::simdgroup_float8x8 m; m.thread_elements()[0] = m.thread_elements()[1] = x[i];\n"
+        "if (i % 32 < 16) metal::simdgroup_multiply_accumulate(m, m, m, m);\ny[i] = m.thread_elements()[0];",
+        "divergent simdgroup operation: thread 0 waits at simdgroup_multiply_accumulate, tried.metal:4",
+    ),
     "too much local memory": (
         "float a[100000]; for (int k = 0; k < 100000; k++) a[k] = x[i] + k;\n"
         "float s = 0; for (int k = 0; k < 100000; k++) s += a[(k * 7919 + int(i)) % 100000]; y[i] = s;",
@@ -561,3 +566,49 @@ def test_all_threadgroup_memory_may_be_used(run: Callable[..., list[mx.array]]) 
         f"{body}y[i] = a[32767 - i * 512];", {"x": mx.zeros(1)}, {"y": ((64,), mx.uint8)}, threads=(64, 1, 1)
     )
     assert y.tolist() == list(range(63, -1, -1))
+
+
+# ---- 8 x 8 matrices
+
+MATRICES = """
+const int lane = int(thread_index_in_simdgroup), row = (lane / 4 & 4) + lane / 2 % 4;
+const int column = (lane / 4 & 2) * 2 + lane % 2 * 2;
+metal::simdgroup_matrix<T, 8, 8> left, right;
+metal::simdgroup_float8x8 sum;
+sum.thread_elements()[0] = sum.thread_elements()[1] = 0.0f;
+for (int k = 0; k < 64; k += 8) {
+  for (int i = 0; i < 2; i++) {
+    left.thread_elements()[i] = a[row * 64 + k + column + i];
+    right.thread_elements()[i] = b[(k + row) * 8 + column + i];
+  }
+  metal::simdgroup_multiply_accumulate(sum, left, right, sum);
+}
+for (int i = 0; i < 2; i++) out[row * 8 + column + i] = sum.thread_elements()[i];
+"""
+
+
+def chain(a: mx.array, b: mx.array) -> np.ndarray:
+    """Sum up products of 16-bit numbers in float32, k ascending; float64 holds a step exactly before it rounds."""
+    wide_a, wide_b = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (a, b))
+    total = np.zeros((8, 8), dtype=np.float32)
+    for k in range(a.shape[1]):
+        total = (wide_a[:, k, None] * wide_b[None, k] + total).astype(np.float32)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_matrix_products_are_chains_of_fused_multiply_adds(
+    run: Callable[..., list[mx.array]], dtype: mx.Dtype
+) -> None:
+    a, b = numbers(8, 64).astype(dtype), numbers(64, 8, scale=3.0).astype(dtype)
+    shapes = {"out": ((8, 8), mx.float32)}
+    (out,) = run(
+        MATRICES, {"a": a, "b": b}, shapes, template=[("T", dtype)], helpers="#include <metal_simdgroup_matrix>\n"
+    )
+    np.testing.assert_array_equal(np.array(out), chain(a, b))
+    # Rows and columns are sums of their own: what is not finite stays in its row and column.
+    spoiled = a.at[3].add(mx.inf)
+    (got,) = run(MATRICES, {"a": spoiled, "b": b}, shapes, template=[("T", dtype)])
+    others = [row for row in range(8) if row != 3]
+    np.testing.assert_array_equal(np.array(got)[others], np.array(out)[others])
+    assert not np.isfinite(np.array(got)[3]).any()

@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 from cuda_text import compile_cuda, cuda_text
 
-from metal_kernels import gemm_rows, qmm_rows
+from metal_kernels import Cached, gemm_rows, qmm_rows
+from metal_kernels.attention_rows import KERNEL, TWIN, attention_rows
 from metal_kernels.launching import launch, tensor_cores
 from metal_kernels.launching.launch import Kernel, launching
 
@@ -110,6 +111,44 @@ def test_a_cut_covers_the_outputs_in_the_memory_there_is(
     ring = template["WARPS"] * template["STAGES"] * 16 * template["TILES"] * chunk
     sums = template["WARPS"] * 16 * template["TILES"] * 16 * 4
     assert sums <= ring <= 48 * 1024
+
+
+def attention(rows: int, dtype: mx.Dtype, heads: int = 24, kv_heads: int = 4, dim: int = 256, **more: Any) -> None:
+    pool = mx.zeros((2, 1, 2, 32, kv_heads, dim), dtype=dtype)
+    cached = Cached(mx.array([[0, 1]]), mx.array([40]), (rows,))
+    queries, new = mx.zeros((rows, heads, dim), dtype=dtype), mx.zeros((rows, kv_heads, dim), dtype=dtype)
+    attention_rows(queries, new, new, pool, 0, cached, scale=0.1, **more)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_attention_of_sixteen_bits_takes_the_tensor_cores(rows: int, calls: list) -> None:
+    """With a warp for 16 queries of a KV head; all else is the same for any number of rows."""
+    attention(rows, mx.bfloat16)
+    kernel, settings = calls[0]
+    assert kernel is TWIN
+    assert settings["threadgroup"] == (32 * -(-rows * 6 // 16), 1, 1)
+    calls.clear()
+    attention(2, mx.bfloat16)
+    assert calls[0][1]["template"] == settings["template"]
+    calls.clear()
+    attention(rows, mx.float32)
+    assert calls[0][0] is KERNEL
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("paths", [None, mx.array([[0, -1], [0, 1]])], ids=["chain", "tree"])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_nvcc_compiles_attention(
+    dtype: mx.Dtype, dim: int, paths: mx.array | None, calls: list, tmp_path: Path
+) -> None:
+    attention(2, dtype, dim=dim, paths=paths)
+    kernel, settings = calls[0]
+    inputs = [x.dtype for x in settings["inputs"]]
+    text = cuda_text(
+        kernel, kernel.text(kernel.cuda_twin), settings["template"], inputs, settings["output_dtypes"]
+    )
+    compile_cuda(text, tmp_path)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

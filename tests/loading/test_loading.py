@@ -74,12 +74,25 @@ def parameters(module: nn.Module) -> dict[str, mx.array]:
 
 def test_auto_is_no_drafter_for_a_folder(target_folder: Path) -> None:
     engine, tokenizer = load(str(target_folder))
-    assert engine.drafter is None and engine.costs is None
+    assert engine.drafter is None and engine.sources == ["lookup"]
+    assert engine.costs is not None and engine.costs.verify_ms(16) > 0 and not engine.costs.draft
     assert len(generate(engine, tokenizer, "hello", max_tokens=5)) >= 5
 
 
-def test_none_is_no_drafter(target_folder: Path) -> None:
-    assert load(str(target_folder), None)[0].drafter is None
+def test_none_is_plain_decoding(target_folder: Path) -> None:
+    engine, _ = load(str(target_folder), None)
+    assert engine.sources == [] and engine.costs is None and engine.max_draft == 0
+    with pytest.raises(RequestError, match="with drafter=None nothing is copied"):
+        load(str(target_folder), None, lookup_texts=["hello"])
+
+
+def test_lookup_copies_from_further_texts_too(target_folder: Path) -> None:
+    engine, tokenizer = load(str(target_folder), "lookup", lookup_texts=["the quick brown fox jumps"])
+    assert engine.sources == ["lookup"] and engine.max_draft == 15
+    tokens = tokenizer.encode("the quick brown fox jumps", add_special_tokens=False)
+    assert engine.lookup is not None
+    copy = engine.lookup.open().propose(tokens[:-1], (), 1)
+    assert copy is not None and copy.tokens == (tokens[-1],)
 
 
 def test_loading_measures_nothing_and_rounds_teach_what_they_cost(

@@ -63,6 +63,14 @@ def test_measuring_covers_one_row_and_the_whole_block(target: Target, drafter: D
     assert target.pool.pages_in_use == 0
 
 
+def test_without_a_drafter_verify_passes_alone_are_measured_and_kept(target: Target, cache: Path) -> None:
+    costs = measured_costs(target, None, "lookup")
+    assert costs.verify.keys() == {1, 2, 4, 8, 16} and not costs.draft and not costs.draft_more
+    assert all(ms > 0 for ms in costs.verify.values()) and target.pool.pages_in_use == 0
+    again = measured_costs(target, None, "lookup")
+    assert again.verify == {count: round(ms, 3) for count, ms in costs.verify.items()} and not again.draft
+
+
 def test_a_draft_comes_with_the_rows_that_a_round_commits(
     target: Target, drafter: DFlash2Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ CALLS = {
 
 def format_of(name: str) -> ToolFormat:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    return ToolFormat(module.tool_call_start, module.tool_call_end, module.parse_tool_call, name == "json_tools")
+    return ToolFormat(module.tool_call_start, module.tool_call_end, module.parse_tool_call, name)
 
 
 def parts_of(parser: ReplyParser, text: str, size: int) -> list[Part]:

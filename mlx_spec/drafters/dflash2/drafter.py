@@ -144,6 +144,7 @@ class DFlash2Drafter:
             of_blocks = not stage.startswith("ctx_") and not stage.endswith(ROWS)
             record(stage, value.flatten(0, 1) if of_blocks else value)
 
+        record("rope_frequencies", self.model.rope.frequencies)
         return self._propose(requests, flat)
 
     def _propose(self, requests: Sequence[DraftRequest], record: Record | None) -> list[Draft]:

@@ -22,6 +22,7 @@ from mlx_spec.drafters.reference import (
     attend,
     convolve,
     rms_norm,
+    rope_formula,
     rotated,
     silu,
 )
@@ -61,6 +62,7 @@ class BlockReference:
     def formulas(self) -> Iterator[Formula]:
         """Yield all stages."""
         config = self.config
+        yield from rope_formula(config.head_dim, config.rope_theta, config.rope_scaling)
         yield Formula("ctx_combined", ("capture",), lambda x: x @ self.weights["fc.weight"].T / self.shrink)
         yield Formula("ctx_normed", ("ctx_combined",), lambda x: self.norm(x, "hidden_norm"))
         yield Formula("ctx_keys_values", ("ctx_normed", "ctx_positions"), self.context)

@@ -9,7 +9,7 @@ from mlx_spec.drafters.chain_reference import LayerReference
 from mlx_spec.drafters.eagle.spec import read_head_config, read_spec
 from mlx_spec.drafters.eagle.tensors import head_tensors, is_fused
 from mlx_spec.drafters.kind import DrafterSource
-from mlx_spec.drafters.reference import Array, Float64Tensors, Formula, rms_norm
+from mlx_spec.drafters.reference import Array, Float64Tensors, Formula, rms_norm, rope_formula
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
 
@@ -55,4 +55,5 @@ def formulas(source: DrafterSource, drafter: ChainDrafter, target: Target, steps
         spec.norm_output,
         last,
     )
-    return [Formula("ctx_combined", ("capture",), fuse), *reference.formulas(steps, rows)]
+    rope = rope_formula(config.rope_dims, config.rope_base, config.rope_scaling)
+    return [*rope, Formula("ctx_combined", ("capture",), fuse), *reference.formulas(steps, rows)]

@@ -1,18 +1,28 @@
 """An MTP head as formulas in float64 numpy, on the tensors of the checkpoint."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from mlx_spec.checkpoints.rope_settings import read_rope
 from mlx_spec.checkpoints.settings import Settings
 from mlx_spec.checkpoints.tensors import read_files
 from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.drafters.chain_reference import LayerReference
 from mlx_spec.drafters.kind import DrafterSource
 from mlx_spec.drafters.mtp.source import head_files
-from mlx_spec.drafters.mtp.spec import layer_config, spec_of
+from mlx_spec.drafters.mtp.spec import MAX_POSITIONS, layer_config, spec_of
 from mlx_spec.drafters.mtp.tensors import head_tensors
-from mlx_spec.drafters.reference import Array, Float64Tensors, Formula, rms_norm
+from mlx_spec.drafters.reference import Array, Float64Tensors, Formula, rms_norm, rope_formula
 from mlx_spec.errors import DrafterMismatch
 from mlx_spec.target import Target
+
+
+def experts_of(layer: Settings, weights: Mapping[str, Array]) -> tuple[int, bool] | None:
+    """Return how rows choose experts; None without experts, and with a shared one, which has no formula here."""
+    if "layers.0.mlp.gate.weight" not in weights or "layers.0.mlp.shared_expert.gate_proj.weight" in weights:
+        return None
+    return layer.count("num_experts_per_tok"), layer.flag("norm_topk_prob", True)
 
 
 def formulas(source: DrafterSource, drafter: ChainDrafter, target: Target, steps: int, rows: int) -> list[Formula]:
@@ -41,6 +51,8 @@ def formulas(source: DrafterSource, drafter: ChainDrafter, target: Target, steps
         None,
         enters,
         spec.recycles_normed,
+        experts=experts_of(layer, weights),
     )
+    rope = read_rope(layer, attention.head_dim, layer.count("max_position_embeddings", MAX_POSITIONS))
     capture = Formula("ctx_combined", ("capture",), lambda x: x)
-    return [capture, *reference.formulas(steps, rows)]
+    return [*rope_formula(rope.dims, rope.base, rope.scaling), capture, *reference.formulas(steps, rows)]
