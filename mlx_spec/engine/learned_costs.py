@@ -220,7 +220,7 @@ def distance(one: Group, other: Group) -> tuple[float, int, bool]:
 def likeness(depth: int, rows: int) -> np.ndarray:
     """Return how alike the corrections of a shape and of each other are, from 0 to 1: [17, 17].
 
-    Plain rounds are like each other only.
+    Rounds without a draft pass, which may verify copies, are like each other only.
     """
     counts = np.log2(np.arange(SIZE) + 1)
     apart = np.abs(counts - counts[depth])[:, None] + np.abs(counts - counts[rows])[None]

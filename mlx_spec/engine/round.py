@@ -343,13 +343,11 @@ def emit(accepted: Accepted, seconds: float) -> Round:
 def setting_and_shape(drafted: Sequence[Drafted]) -> tuple[Setting, Shape] | None:
     """Return what the time of a round is the time of; None where it waits for a prompt, or a grammar drafted."""
     generations = [part.generation for part in drafted]
-    copies = [part.share.copied is not None and not part.share.forced for part in drafted]
-    drafts = [part for part, copied in zip(drafted, copies, strict=True) if part.draft.tokens.size and not copied]
-    if not all(part.was_known for part in drafts):
+    if not all(part.was_known or part.share.copied for part in drafted if part.draft.tokens.size):
         return None
     if not all(generation.statistics.rounds for generation in generations):
         return None
-    depths = [0 if copied else len(part.tree.chain) - 1 for part, copied in zip(drafted, copies, strict=True)]
+    depths = [0 if part.share.copied else len(part.tree.chain) - 1 for part in drafted]
     rows = sum(part.tree.num_rows for part in drafted)
     return setting_of(generations), Shape(max(depths), rows, max(1, sum(depth > 0 for depth in depths)))
 

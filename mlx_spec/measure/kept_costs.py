@@ -47,6 +47,7 @@ class KeptCosts:
 def kept_costs(target: Target, drafter: Drafter | None, drafter_name: str) -> KeptCosts:
     """Return what is known of the costs of a target with a drafter, and where it is kept.
 
+    drafter: None where tokens are only copied.
     drafter_name: identifies the drafter in the store.
     """
     kept = KeptCosts(target, drafter, drafter_name)
