@@ -5,7 +5,7 @@ from math import exp
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_spec.engine.costs import Costs, Setting, Shape
@@ -24,6 +24,7 @@ chances = st.lists(st.floats(0.01, 1.0), max_size=7).map(falling)
 offers = st.lists(st.builds(DepthOffer, chances, st.booleans(), st.booleans()), min_size=1, max_size=16)
 
 
+@settings(deadline=None)
 @given(offers=offers, data=st.data(), costs=st.sampled_from([None, COSTS]))
 def test_every_limit_is_kept(offers: list[DepthOffer], data: st.DataObject, costs: Costs | None) -> None:
     most = [data.draw(st.integers(0, 7)) for _ in offers]
