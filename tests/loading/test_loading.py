@@ -75,7 +75,7 @@ def parameters(module: nn.Module) -> dict[str, mx.array]:
 def test_auto_is_no_drafter_for_a_folder(target_folder: Path) -> None:
     engine, tokenizer = load(str(target_folder))
     assert engine.drafter is None and engine.sources == ["lookup"]
-    assert engine.costs is not None and engine.costs.verify_ms(16) > 0 and not engine.costs.draft
+    assert isinstance(engine.costs, LearnedCosts)
     assert len(generate(engine, tokenizer, "hello", max_tokens=5)) >= 5
 
 
