@@ -632,7 +632,7 @@ def patient_with(fault: Fault, folder: Path) -> Patient:
     drafter = kind.load(source, target, DrafterOptions(draft_bits=None if kind_name == "dflash2" else 16))
     if fault.wrap is not None:
         fault.wrap(drafter)
-    return Patient(target, drafter, kind, source, tokenizer)
+    return Patient(target, drafter, kind, source, tokenizer, folder=model_source.place)
 
 
 def probed(fault: Fault, folder: Path) -> tuple[Probe, Verdict]:
