@@ -72,7 +72,7 @@ def mlx_lm_states(folder: Path, tokens: mx.array) -> list[mx.array]:
 
     The loaded target would not do: its modules of mlx-lm have no settings of position encodings and windows.
     """
-    loaded, _ = load_model(folder, lazy=True)
+    loaded: Any = load_model(folder, lazy=True)[0]
     model, outputs = getattr(loaded, "language_model", loaded).model, list[mx.array]()
     model.layers = [Layer(layer, outputs) for layer in model.layers]
     normed = model(tokens[None])
