@@ -21,7 +21,6 @@ from metal_kernels.gated_delta_rows import gated_delta_replay as gated_delta_rep
 from metal_kernels.launching.constants import ints as ints
 from metal_kernels.launching.constants import resident as resident
 from metal_kernels.launching.implementations import is_traceable as is_traceable
-from metal_kernels.limits import MAX_CHUNK_ROWS as MAX_CHUNK_ROWS
 from metal_kernels.limits import MAX_VERIFY_ROWS as MAX_VERIFY_ROWS
 from metal_kernels.linear import Linear as Linear
 from metal_kernels.linear import Quantization as Quantization

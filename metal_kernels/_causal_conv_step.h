@@ -66,14 +66,14 @@ METAL_FUNC void convolve_unit(
   }
 }
 
-// Writes the unit's channels of the W - 1 inputs before the first new row.
+// Writes the unit's channels of the W - 1 inputs before new row ``end``.
 template <typename Shape, typename T>
-METAL_FUNC void keep_unit(Inputs<Shape, T> inputs, int unit, int lane, device T* to) {
+METAL_FUNC void keep_unit(Inputs<Shape, T> inputs, int end, int unit, int lane, device T* to) {
   const int value_head = unit - 2 * Shape::HK;
   const int size = value_head < 0 ? Shape::DK : Shape::DV;
   const int channel = value_head < 0 ? unit * size : 2 * Shape::HK * Shape::DK + value_head * size;
   for (int i = 0; i < Shape::W - 1; ++i) {
-    const device T* from = inputs.at(i - (Shape::W - 1));
+    const device T* from = inputs.at(end + i - (Shape::W - 1));
     for (int c = channel + lane; c < channel + size; c += 32) to[i * Shape::CHANNELS + c] = from[c];
   }
 }

@@ -138,10 +138,9 @@ struct DeltaRow {
 
 // Steps a tile through the rows begin to begin + rows - 1, at most 32; READ also writes S q of each.
 template <typename Shape, bool READ, typename T, typename G, typename B, typename A, typename D>
-METAL_FUNC void step_rows(
+METAL_FUNC void step_some(
     thread StateTile<Shape::DK>& tile, Place at, int begin, int rows, const device T* q, const device T* k,
     const device T* v, G g, B beta, A a_log, D dt_bias, device T* out) {
-  if (rows < 1) return;
   // Lane i computes the gates of row i.
   Gates gates;
   gates.decay = 1.0f;
@@ -171,4 +170,14 @@ METAL_FUNC void step_rows(
       for (int i = 0; i < VALUES && at.key == 0; ++i) out[values + row * value_row + i] = T(product[i]);
     }
   }
+}
+
+// The same for any number of rows.
+template <typename Shape, bool READ, typename T, typename G, typename B, typename A, typename D>
+METAL_FUNC void step_rows(
+    thread StateTile<Shape::DK>& tile, Place at, int begin, int rows, const device T* q, const device T* k,
+    const device T* v, G g, B beta, A a_log, D dt_bias, device T* out) {
+  for (int done = 0; done < rows; done += 32)
+    step_some<Shape, READ>(
+        tile, at, begin + done, metal::min(rows - done, 32), q, k, v, g, beta, a_log, dt_bias, out);
 }

@@ -8,4 +8,4 @@ inputs.kept = state + slots[s] * (W - 1) * Shape::CHANNELS;
 inputs.old = x + first[s] * X_ROW + X_AT;
 inputs.old_rows = count[s];
 inputs.rows = x;
-keep_unit<Shape>(inputs, unit, thread_index_in_simdgroup, new_state + s * (W - 1) * Shape::CHANNELS);
+keep_unit<Shape>(inputs, 0, unit, thread_index_in_simdgroup, new_state + s * (W - 1) * Shape::CHANNELS);

@@ -84,7 +84,7 @@ def causal_conv_rows(
     weight: [C, W], float32, float16 or bfloat16, W from 2 on.
     heads: what the channels are; Dk and Dv are multiples of 32 up to 256.
     column: where the channels begin in x.
-    spans: the rows of each sequence, at most 32; every row belongs to one. None: all rows are one sequence.
+    spans: the rows of each sequence; every row belongs to one. None: all rows are one sequence.
     slots: int32 [S], which of the P states each sequence starts from. None: that of its own number.
 
     Returns q [R, Hk, Dk] and k [R, Hk, Dk], normalised, and v [R, Hv, Dv] in the dtype of x. A row's bits depend
@@ -146,12 +146,14 @@ def causal_conv_advance(
     column: int = 0,
     spans: RowSpans | None = None,
     slots: mx.array | None = None,
+    after: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Replay the accepted rows of the pass before, then run a pass from there, in one launch.
 
     x, weight, heads, column, spans: as for ``causal_conv_rows``.
     old_x, accepted, state, slots: as for ``causal_conv_replay``; old_x has the width of x. The sequences of
         ``accepted`` are those of ``spans``, so a forked one names its parent's rows and slot.
+    after: return the states after the new rows, as prompts do, none of whose rows is rejected.
 
     Returns q, k, v and the states before the new rows [S, W - 1, C]: the bits of the two functions one after the
     other. Raises ValueError as they do.
@@ -165,13 +167,15 @@ def causal_conv_advance(
         raise ValueError(f"Rows of width {old_x.shape[1]} cannot precede rows of width {x.shape[1]}.")
     chosen = implementation()
     if chosen == "cpu":
-        return _cpu(x, spans, old_x, accepted, state, slots, weight, heads, column)
+        return _cpu(x, spans, old_x, accepted, state, slots, weight, heads, column, after)
     if chosen != "native":
         new_state = causal_conv_replay(old_x, state, accepted, heads, column=column, slots=slots)
         q, k, v = causal_conv_rows(x, new_state, weight, heads, column=column, spans=spans)
+        if after:
+            new_state = causal_conv_replay(x, new_state, spans, heads, column=column)
         return q, k, v, new_state
     inputs = [x, weight, *_place_inputs(state, spans, slots), old_x, accepted.first, accepted.count]
-    q, k, v, new_state = _launch(ADVANCE, inputs, x, state, heads, column, spans)
+    q, k, v, new_state = _launch(ADVANCE, inputs, x, state, heads, column, spans, after)
     return q, k, v, new_state
 
 
@@ -242,6 +246,7 @@ def _cpu(
     weight: mx.array | None,
     heads: Heads,
     column: int,
+    after: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Replay accepted old rows, if there are any, and convolve new ones, if there are any.
 
@@ -261,7 +266,7 @@ def _cpu(
         *(state, spans.own_slots() if slots is None else slots),
         *(weight, 0 if weight is None else types[weight.dtype], given.shape[1], column, state.shape[1] + 1),
         *(spans.sequences, heads.key_heads, heads.key_size, heads.value_heads, heads.value_size),
-        *(q, k, v, new_state),
+        *(q, k, v, new_state, after),
     )
     return q, k, v, new_state
 
@@ -274,6 +279,7 @@ def _launch(
     heads: Heads,
     column: int,
     spans: RowSpans,
+    after: bool = False,
 ) -> list[mx.array]:
     template = [
         ("T", x.dtype),
@@ -284,6 +290,7 @@ def _launch(
         ("W", state.shape[1] + 1),
         ("X_ROW", x.shape[1]),
         ("X_AT", column),
+        *[("AFTER", after)] * (kernel is ADVANCE),
     ]
     keys = (x.shape[0], heads.key_heads, heads.key_size)
     shape_of = {

@@ -7,5 +7,6 @@ tile.load(state + state_offset<Shape>(at, slots[s]));
 device T* nothing = nullptr;
 step_rows<Shape, false>(
     tile, at, old_first[s], old_count[s], old_k, old_k, old_v, old_g, old_beta, a_log, dt_bias, nothing);
-tile.store(new_state + state_offset<Shape>(at, s));
+if (!AFTER) tile.store(new_state + state_offset<Shape>(at, s));
 step_rows<Shape, true>(tile, at, first[s], count[s], q, k, v, g, beta, a_log, dt_bias, out);
+if (AFTER) tile.store(new_state + state_offset<Shape>(at, s));

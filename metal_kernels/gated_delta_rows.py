@@ -87,7 +87,7 @@ def gated_delta_rows(
     q: [R, Hk, Dk], normalised and scaled, float32, float16 or bfloat16.
     rows: keys and values in the dtype of q, and gates; Dk and Dv are multiples of 32 up to 256.
     state: float32 [P, Hv, Dv, Dk]; it is only read.
-    spans: the rows of each sequence, at most 32; every row belongs to one. None: all rows are one sequence.
+    spans: the rows of each sequence; every row belongs to one. None: all rows are one sequence.
     slots: int32 [S], which of the P states each sequence starts from; two sequences may start from one. None: that
         of its own number.
     gates: how gates are made from what ``rows`` holds. None: it holds the gates.
@@ -148,12 +148,14 @@ def gated_delta_advance(
     spans: RowSpans | None = None,
     slots: mx.array | None = None,
     gates: Gates | None = None,
+    after: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Replay the accepted rows of the pass before, then run a pass from there, in one launch.
 
     q, rows, spans, gates: as for ``gated_delta_rows``.
     old_rows, accepted, state, slots: as for ``gated_delta_replay``; old_rows has the widths of rows. The sequences
         of ``accepted`` are those of ``spans``, so a forked one names its parent's rows and slot.
+    after: return the states after the new rows, as prompts do, none of whose rows is rejected.
 
     Returns the outputs [R, Hv, Dv] and the states before the new rows, float32 [S, Hv, Dv, Dk]: the bits of the
     two functions one after the other, with one reading of the state less. Raises ValueError as they do.
@@ -166,14 +168,15 @@ def gated_delta_advance(
         raise ValueError(f"Rows of widths {_widths(old_rows)} cannot precede rows of widths {_widths(rows)}.")
     chosen = implementation()
     if chosen == "cpu":
-        return _cpu(q, rows, old_rows, spans, accepted, state, slots, gates)
+        return _cpu(q, rows, old_rows, spans, accepted, state, slots, gates, after)
     if chosen != "native":
         new_state = gated_delta_replay(old_rows, state, accepted, slots=slots, gates=gates)
-        return gated_delta_rows(q, rows, new_state, spans=spans, gates=gates), new_state
+        out = gated_delta_rows(q, rows, new_state, spans=spans, gates=gates)
+        return out, gated_delta_replay(rows, new_state, spans, gates=gates) if after else new_state
     inputs = [q, *_row_inputs(rows), *_place_inputs(rows, state, spans, slots, gates)]
     inputs += [*_row_inputs(old_rows), accepted.first, accepted.count]
     shapes = [rows.v.shape, (spans.sequences, *state.shape[1:])]
-    out, new_state = _launch(ADVANCE, inputs, rows, spans, gates, shapes, [q.dtype, mx.float32])
+    out, new_state = _launch(ADVANCE, inputs, rows, spans, gates, shapes, [q.dtype, mx.float32], after)
     return out, new_state
 
 
@@ -255,6 +258,7 @@ def _cpu(
     state: mx.array,
     slots: mx.array | None,
     gates: Gates | None,
+    after: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Step through accepted old rows, if there are any, and through new ones, if there are any.
 
@@ -277,7 +281,7 @@ def _cpu(
         *(*made, state, spans.own_slots() if slots is None else slots),
         *(spans.sequences, key_heads, key_size, value_heads, value_size),
         *(given.g.shape[1], columns[0], given.beta.shape[1], columns[1]),
-        *(out, new_state),
+        *(out, new_state, after),
     )
     return out, new_state
 
@@ -298,6 +302,7 @@ def _launch(
     gates: Gates | None,
     shapes: list[tuple[int, ...]],
     dtypes: list[mx.Dtype],
+    after: bool = False,
 ) -> list[mx.array]:
     (_, key_heads, key_size), (_, value_heads, value_size) = rows.k.shape, rows.v.shape
     template = [
@@ -311,6 +316,7 @@ def _launch(
         ("G_AT", gates.a_column if gates else 0),
         ("BETA_ROW", rows.beta.shape[1]),
         ("BETA_AT", gates.b_column if gates else 0),
+        *[("AFTER", after)] * (kernel is ADVANCE),
     ]
     groups = (value_size // TILE, value_heads, spans.sequences)
     return kernel(inputs, template=template, groups=groups, threads=(THREADS, 1, 1), shapes=shapes, dtypes=dtypes)

@@ -2,5 +2,3 @@
 
 # Rows of a pass through products and attention. Up to here a row's bits do not depend on the others.
 MAX_VERIFY_ROWS = 16
-# Rows of one sequence in a launch of a recurrent layer's kernels: a lane of a simdgroup for each.
-MAX_CHUNK_ROWS = 32

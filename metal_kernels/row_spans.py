@@ -6,7 +6,6 @@ from functools import cache
 import mlx.core as mx
 
 from metal_kernels.launching.constants import ints
-from metal_kernels.limits import MAX_CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class RowSpans:
     """The rows of S sequences: sequence s has ``count[s]`` rows, from row ``first[s]`` on.
 
     first, count: int32 [S]. They stay on the device, so a count may be the result of the pass before; nothing
-    recompiles and nobody waits when they change. longest: no count is larger; 1 to 32.
+    recompiles and nobody waits when they change. longest: no count is larger.
     """
 
     first: mx.array
@@ -39,10 +38,8 @@ class RowSpans:
                 raise ValueError(
                     f"first and count must be int32 [{self.sequences}]; {name} is {value.dtype} {value.shape}."
                 )
-        if not 1 <= self.longest <= min(rows, MAX_CHUNK_ROWS):
-            raise ValueError(
-                f"A sequence can have 1 to {MAX_CHUNK_ROWS} of the {rows} rows at a time, not {self.longest}."
-            )
+        if not 1 <= self.longest <= rows:
+            raise ValueError(f"A sequence can have 1 to all of the {rows} rows, not {self.longest}.")
 
     def require_like(self, new: "RowSpans") -> None:
         """Raise ValueError unless the sequences with these accepted rows can be those with ``new`` rows."""

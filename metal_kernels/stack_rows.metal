@@ -1,12 +1,12 @@
 // body
-// One threadgroup for WIDTH / THREADS entries of a side of a layer of a row. Parts lie [2, ROWS, WIDTH] each, the
-// output [ROWS, PARTS, 2, WIDTH].
+// One threadgroup for WIDTH / THREADS entries of a side of a layer of a row. Parts lie [2, rows, WIDTH] each, the
+// output [rows, parts, 2, WIDTH]. Rows and parts are read off the grid, so that one compiled kernel serves all.
 const uint at = threadgroup_position_in_grid.x * THREADS + thread_index_in_threadgroup;
-const uint row = threadgroup_position_in_grid.y;
+const uint row = threadgroup_position_in_grid.y, rows = threadgroups_per_grid.y;
 const uint side = threadgroup_position_in_grid.z & 1;
-const uint layer = threadgroup_position_in_grid.z >> 1;
+const uint layer = threadgroup_position_in_grid.z >> 1, parts = threadgroups_per_grid.z >> 1;
 if (at < WIDTH) {
-  const uint from = (side * ROWS + row) * WIDTH + at;
+  const uint from = (side * rows + row) * WIDTH + at;
   T value;
   switch (layer) {
     case 0: value = part0[from]; break;
@@ -30,5 +30,5 @@ if (at < WIDTH) {
     case 18: value = part18[from]; break;
     default: value = part19[from]; break;
   }
-  out[((row * PARTS + layer) * 2 + side) * WIDTH + at] = value;
+  out[((row * parts + layer) * 2 + side) * WIDTH + at] = value;
 }

@@ -41,13 +41,7 @@ def _native(parts: Sequence[mx.array]) -> mx.array:
     width = kv_heads * dim
     (out,) = KERNEL(
         [*parts, *[parts[0]] * (MAX_PARTS - len(parts))],
-        template=[
-            ("T", parts[0].dtype),
-            ("ROWS", rows),
-            ("WIDTH", width),
-            ("PARTS", len(parts)),
-            ("THREADS", THREADS),
-        ],
+        template=[("T", parts[0].dtype), ("WIDTH", width), ("THREADS", THREADS)],
         groups=(-(-width // THREADS), rows, 2 * len(parts)),
         threads=(THREADS, 1, 1),
         shapes=[(rows, len(parts), 2, kv_heads, dim)],

@@ -54,7 +54,7 @@ ROUNDING = 1e-3  # of float32, relative to the largest hidden state
 def demo() -> tuple[Engine, Any]:
     """The demo without measured costs: it always drafts as much as it can, and nothing is timed or cached."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         return load("demo", "dflash2")
 
 
@@ -122,7 +122,7 @@ def test_long_texts_are_those_of_plain_decoding(demo: tuple[Engine, Any], prompt
 @pytest.mark.parametrize("folder", [DRAFTERS["mtp"], DRAFTERS["eagle"]], ids=lambda folder: folder.name)
 def test_the_heads_are_small_draft_well_and_change_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With wrong hidden states, or wired wrongly, a head would have an accepted length of hardly more than 1.0."""
-    monkeypatch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
     monkeypatch.setattr(
         "mlx_spec.loading.load.check_wiring", lambda *_: pytest.fail("the wiring of a shipped drafter was checked")
     )

@@ -189,7 +189,7 @@ def trained() -> tuple[Engine, Callable[[str], list[int]]]:
     """A target and a trained head, of whose drafts and siblings some are accepted, and how it reads a text."""
     folder = Path(__file__).parent / "tiny_pair"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         engine, tokenizer = load(str(folder / "target"), drafter=str(folder / "head"))
     return engine, tokenizer.encode

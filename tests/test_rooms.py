@@ -27,7 +27,8 @@ LEVELS: list[dict[str, str]] = [
     },
     {"mlx_spec.loading": "adapters draft_vocabulary drafter load model pair published_drafters weights"},
     {
-        "mlx_spec.measure": "costs exactness random_models scripted store synthetic turns wiring",
+        "mlx_spec.measure": "after_text costs exactness kept_costs random_models scripted store synthetic "
+        "teacher_forced turns wiring workloads",
         "mlx_spec.generate": "best_branch conversation options stream text_stream",
     },
     {
@@ -35,16 +36,17 @@ LEVELS: list[dict[str, str]] = [
         "text variants verdict watch"
     },
     {
-        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation prompt request round "
-        "scheduler statistics verify",
+        "mlx_spec.engine": "at_rest costs draft_policy drafter_states engine generation learned_costs prompt "
+        "request round scheduler statistics verify",
     },
     {"mlx_spec.decoding": "accept grammar logprobs noise sampling settings"},
     {
-        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head forced kind kv reference "
+        "mlx_spec.drafters": "base chain chain_reference chain_variants draft_head kind known kv reference "
         "siblings stages tree variants",
         "mlx_spec.drafters.dflash2": "block config drafter forward kind load reference selector tensors variants "
         "writer",
         "mlx_spec.drafters.eagle": "head kind load reference spec tensors variants",
+        "mlx_spec.drafters.lookup": "chances index lookup",
         "mlx_spec.drafters.mtp": "head kind load reference source spec tensors variants",
     },
     {"mlx_spec.checkpoints": "hub"},
@@ -69,7 +71,7 @@ LEVELS: list[dict[str, str]] = [
     },
 ]
 # The drafters do not know each other, though they are one room.
-APART = ["mlx_spec.drafters.dflash2", "mlx_spec.drafters.eagle", "mlx_spec.drafters.mtp"]
+APART = [f"mlx_spec.drafters.{name}" for name in ("dflash2", "eagle", "lookup", "mtp")]
 ROOT_FILES = {
     "__init__.py",
     "bench.py",

@@ -25,9 +25,10 @@ from mlx_spec.cli.bench import HELD_OUT, read_prompts
 from mlx_spec.cli.generate_flags import draft_tokens
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.engine import Engine, Generation, Request
+from mlx_spec.engine.learned_costs import LearnedCosts
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.loading.load import load
-from mlx_spec.measure.costs import as_json
+from mlx_spec.measure.kept_costs import as_json
 
 RUNS = ("mlx-lm", "plain", "drafted")
 
@@ -250,7 +251,7 @@ def main() -> int:
         "temp": args.temp,
         "exact": engine.exactness.holds,
         "page_mb": round(page_mb, 3),
-        "costs": None if engine.costs is None else as_json(engine.costs),
+        "costs": as_json(engine.costs) if isinstance(engine.costs, LearnedCosts) else None,
     }
     if args.json:
         print(json.dumps({**about, **result}))

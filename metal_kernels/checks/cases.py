@@ -369,6 +369,7 @@ TIMED = (
     Case("qmm_rows, 4 bits, 12288 x 4096", partial(qmm, outputs=12288, depth=4096)),
     Case("gemm_rows, 4096 x 4096", partial(gemm, outputs=4096, depth=4096)),
     Case("attention_rows, 1024 cached", partial(attention, heads=32, kv_heads=8, dim=128, context=1024)),
+    Case("attention_rows, 32768 cached", partial(attention, heads=32, kv_heads=8, dim=128, context=32768)),
     Case("topk_rows, 151936 logits", partial(topk, vocabulary=151936)),
     Case("qkv_norm_rope, 32 + 8 heads", partial(projection, heads=32, kv_heads=8, dim=128)),
     Case("gated_delta_rows, 48 heads", partial(delta, key_heads=16, value_heads=48, dim=128)),

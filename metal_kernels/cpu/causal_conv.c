@@ -18,7 +18,7 @@ typedef struct {
   const void *state, *weight;
   const int32_t *slots;
   void *q, *k, *v, *new_state;  // new_state may be NULL
-  int type, weight_type;
+  int type, weight_type, after;  // after: new_state follows the new rows
   size_t width, column, taps, sequences, key_heads, key_size, value_heads, value_size;
 } Conv;
 
@@ -89,9 +89,10 @@ static void conv_part(const void *what, size_t first, size_t last, int thread) {
     Unit u = unit_of(c, n);
     if (c->new.x) turn_taps(c, &u, weights);
     for (size_t s = 0; s < c->sequences; s++) {
+      size_t end = old_count(c, s) + (c->after ? (size_t)c->new.count[s] : 0);
       for (size_t i = 0; c->new_state && i < kept; i++)
         memcpy((void *)at(c->type, c->new_state, (s * kept + i) * channels_of(c) + u.channel),
-               input(c, s, old_count(c, s) + i, u.channel), u.size * size_of(c->type));
+               input(c, s, end + i, u.channel), u.size * size_of(c->type));
       for (size_t i = 0; c->new.x && i < (size_t)c->new.count[s]; i++) convolve(c, &u, weights, s, i);
     }
   }
@@ -101,11 +102,11 @@ EXPORT void cpu_causal_conv(const void *x, const int32_t *first, const int32_t *
                             const int32_t *old_first, const int32_t *old_counts, int type, const void *state,
                             const int32_t *slots, const void *weight, int weight_type, size_t width, size_t column,
                             size_t taps, size_t sequences, size_t key_heads, size_t key_size, size_t value_heads,
-                            size_t value_size, void *q, void *k, void *v, void *new_state) {
+                            size_t value_size, void *q, void *k, void *v, void *new_state, int after) {
   begin_call();
   Conv c = {
       .old = {old_x, old_first, old_counts}, .new = {x, first, count}, .state = state, .weight = weight,
-      .slots = slots, .q = q, .k = k, .v = v, .new_state = new_state, .type = type, .weight_type = weight_type,
+      .slots = slots, .q = q, .k = k, .v = v, .new_state = new_state, .type = type, .weight_type = weight_type, .after = after,
       .width = width, .column = column, .taps = taps, .sequences = sequences, .key_heads = key_heads,
       .key_size = key_size, .value_heads = value_heads, .value_size = value_size,
   };

@@ -23,7 +23,7 @@ typedef struct {
   const int32_t *slots;
   void *out;
   float *new_state;  // [S, ...] or NULL
-  int type, a_type, dt_type;
+  int type, a_type, dt_type, after;  // after: new_state follows the new rows
   size_t sequences, key_heads, key_size, value_heads, value_size, g_width, g_column, beta_width, beta_column;
 } Delta;
 
@@ -119,11 +119,12 @@ static void delta_part(const void *what, size_t first, size_t last, int thread) 
       take(d, &d->old, s, head, value, &t);
       step_all(0, state, size, &t, (size_t)d->old.count[s]);
     }
-    if (d->new_state)
-      memcpy(d->new_state + ((s * heads + head) * d->value_size + value) * size, state, all * sizeof *state);
+    float *kept = d->new_state + ((s * heads + head) * d->value_size + value) * size;
+    if (d->new_state && !d->after) memcpy(kept, state, all * sizeof *state);
     if (!d->new.k) continue;
     take(d, &d->new, s, head, value, &t);
     step_all(1, state, size, &t, (size_t)d->new.count[s]);
+    if (d->new_state && d->after) memcpy(kept, state, all * sizeof *state);
     for (size_t i = 0; i < (size_t)d->new.count[s]; i++) {
       size_t place = (((size_t)d->new.first[s] + i) * heads + head) * d->value_size + value;
       for (size_t j = 0; j < TILE; j += VL)
@@ -139,13 +140,13 @@ EXPORT void cpu_gated_delta(const void *q, const void *k, const void *v, const v
                             const void *a_log, int a_type, const void *dt_bias, int dt_type, const float *state,
                             const int32_t *slots, size_t sequences, size_t key_heads, size_t key_size,
                             size_t value_heads, size_t value_size, size_t g_width, size_t g_column, size_t beta_width,
-                            size_t beta_column, void *out, float *new_state) {
+                            size_t beta_column, void *out, float *new_state, int after) {
   begin_call();
   Delta d = {
       .old = {old_k, old_v, old_g, old_beta, old_first, old_count, old_g_type, old_beta_type},
       .new = {k, v, g, beta, first, count, g_type, beta_type},
       .q = q, .a_log = a_log, .dt_bias = dt_bias, .state = state, .slots = slots, .out = out, .new_state = new_state,
-      .type = type, .a_type = a_type, .dt_type = dt_type, .sequences = sequences, .key_heads = key_heads,
+      .type = type, .a_type = a_type, .dt_type = dt_type, .after = after, .sequences = sequences, .key_heads = key_heads,
       .key_size = key_size, .value_heads = value_heads, .value_size = value_size, .g_width = g_width,
       .g_column = g_column, .beta_width = beta_width, .beta_column = beta_column,
   };

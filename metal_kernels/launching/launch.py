@@ -15,6 +15,8 @@ from metal_kernels.launching import cuda_dialect
 FOLDER = Path(__file__).parent.parent
 BODY = "// body\n"
 Launcher = Callable[..., list[mx.array]]
+Variant = tuple[str, ...]
+"""The name of a kernel, and the template values that its text is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,12 @@ class Kernel:
         template: names and values (dtypes, ints, bools) that the text is specialised for.
         """
         note_launch(self)
+        values = [*template, ("SIGNATURE", signature(inputs))]
+        if _variants is not None:
+            _variants.add((self.name, *(f"{name}={value}" for name, value in values)))
         return (_launcher or _gpu_launcher)(self)(
             inputs=list(inputs),
-            template=[*template, ("SIGNATURE", signature(inputs))],
+            template=values,
             grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
             threadgroup=threads,
             output_shapes=list(shapes),
@@ -76,6 +81,7 @@ def signature(inputs: Sequence[mx.array]) -> int:
 
 _launcher: Callable[[Kernel], Launcher] | None = None
 _launched: list[Kernel | str] | None = None
+_variants: set[Variant] | None = None
 
 
 @contextmanager
@@ -104,6 +110,17 @@ def noting_launches() -> Iterator[list[Kernel | str]]:
         yield _launched
     finally:
         _launched = before
+
+
+@contextmanager
+def noting_variants() -> Iterator[set[Variant]]:
+    """Note what has to be compiled for the launches inside the block: each variant takes a GPU time once."""
+    global _variants
+    before, _variants = _variants, set()
+    try:
+        yield _variants
+    finally:
+        _variants = before
 
 
 def can_launch() -> bool:

@@ -3,6 +3,8 @@
 Both run in turns in one process, prompt by prompt, and their tokens are compared. Rates leave out the time of
 reading a prompt.
 
+With --workloads, kinds of work are compared instead: plain decoding, copies alone, the drafter alone, and both.
+
 With --synthetic nothing is downloaded: a model of a published shape gets random weights, and a drafter whose
 passes are real and whose drafts are right with a chosen chance.
 """
@@ -14,8 +16,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +27,28 @@ from tqdm import tqdm
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.cli.command import run_command
 from mlx_spec.cli.generate_flags import draft_tokens
-from mlx_spec.demo import HELD_OUT
+from mlx_spec.demo import HELD_OUT, WORKLOADS
 from mlx_spec.diagnose.plot import check_plots
 from mlx_spec.engine import Engine, Request
-from mlx_spec.engine.statistics import Statistics
+from mlx_spec.engine.learned_costs import LearnedCosts
+from mlx_spec.engine.statistics import SourceCounts, Statistics, added, in_words
 from mlx_spec.errors import RequestError
 from mlx_spec.generate.options import make_sampling
 from mlx_spec.generate.stream import stream_generate
 from mlx_spec.loading.load import load
-from mlx_spec.measure.costs import as_json
+from mlx_spec.measure.kept_costs import as_json
 from mlx_spec.measure.random_models import CONFIGS
 from mlx_spec.measure.store import version_of
 from mlx_spec.measure.synthetic import Synthetic, time_synthetic
 from mlx_spec.measure.turns import Timed, mlx_lm_arm
+from mlx_spec.measure.workloads import Task, time_workloads
 
 EXAMPLES = """examples:
   python -m mlx_spec.bench --limit 10
   python -m mlx_spec.bench --model mlx-community/Qwen3-8B-4bit --drafter RedHatAI/Qwen3-8B-speculator.dflash2
   python -m mlx_spec.bench --num-draft-tokens 7 --no-plain     accepted length at one depth
   python -m mlx_spec.bench --limit 10 --compare-mlx-lm         mlx_lm.generate's tokens a second, too
+  python -m mlx_spec.bench --workloads --max-tokens 600        edits, quotes, summaries, chat, code, prose
   python -m mlx_spec.bench --synthetic Qwen3-8B --context 8192 --plot rounds.png
 
 The last line is a JSON object with all figures. The exit status is 1 when a reply differs from plain decoding's
@@ -66,6 +71,7 @@ class Tally:
     mlx_lm_ms: list[float] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted_by: dict[str, SourceCounts] = field(default_factory=dict)
     sibling_drafts: int = 0
     accepted_sibling_drafts: int = 0
 
@@ -79,6 +85,7 @@ class Tally:
         self.seconds += speculative.seconds
         self.drafted = add_lists(self.drafted, speculative.drafted)
         self.accepted = add_lists(self.accepted, speculative.accepted)
+        self.drafted_by = added([self.drafted_by, speculative.drafted_by])
         self.sibling_drafts += speculative.sibling_drafts
         self.accepted_sibling_drafts += speculative.accepted_sibling_drafts
         if plain is not None:
@@ -100,6 +107,7 @@ class Tally:
             "tokens": self.tokens,
             "accepted_length": round(self.tokens / max(self.rounds, 1), 3),
             "acceptance": [round(a / d, 3) for a, d in zip(self.accepted, self.drafted, strict=True)],
+            "drafted_by": {name: asdict(counts) for name, counts in self.drafted_by.items()},
             "sibling_drafts": self.sibling_drafts,
             "accepted_sibling_drafts": self.accepted_sibling_drafts,
             "tokens_per_second": round(rate, 2),
@@ -155,6 +163,15 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     add("--exact", choices=("on", "off"), default="on", help="off takes MLX's own operations (default: on)")
     add("--no-plain", action="store_true", help="leave plain decoding out: acceptance only, in half of the time")
     add("--compare-mlx-lm", action="store_true", help="time mlx-lm's own greedy loop on each prompt, too")
+    add(
+        "--workloads",
+        nargs="?",
+        type=Path,
+        const=WORKLOADS,
+        metavar="FILE",
+        help="compare ways to decode on kinds of work, in turns; a task with a reply is teacher-forced: the model "
+        "is made to say it (default file: the one that comes with mlx_spec)",
+    )
     add("--plot", type=Path, help="draw the rates into this file (needs matplotlib, extra plots)")
     made = parser.add_argument_group("models with random weights")
     made.add_argument("--synthetic", choices=sorted(CONFIGS), help="shape of a model to time")
@@ -168,7 +185,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=1024, help="tokens of the prompt (default: 1024)")
     made.add_argument("--streams", type=int, default=1, help="texts that are decoded together (default: 1)")
     made.add_argument("--depths", type=int, nargs="+", default=[7], help="drafts a round (default: 7)")
-    made.add_argument("--turns", type=int, default=3, help="runs of each way, in turns (default: 3)")
+    made.add_argument(
+        "--turns", type=int, default=3, help="runs of each way, in turns; of --workloads, too (default: 3)"
+    )
     made.add_argument("--layers", type=int, help="fewer layers than the shape has, for a quick try")
     return parser
 
@@ -248,6 +267,11 @@ def measure(
     return {"kinds": kinds, "equal_replies": equal, "compared_replies": compared}
 
 
+def accepted_by_source(row: Mapping[str, Any]) -> str:
+    """Return in words how much of what each source drafted was accepted."""
+    return in_words({name: SourceCounts(**counts) for name, counts in row.get("drafted_by", {}).items()})
+
+
 def print_table(result: dict[str, Any]) -> None:
     """Print a line for each kind, and acceptance by position over all."""
     print(f"{'kind':<14}{'prompts':>8}{'tokens':>8}{'a round':>9}{'tokens/s':>10}{'plain':>8}{'ratio':>7}")
@@ -258,6 +282,8 @@ def print_table(result: dict[str, Any]) -> None:
         )
     for position, share in enumerate(result["kinds"].get("all", {}).get("acceptance", []), 1):
         print(f"position {position}: {share:.3f} of the drafts accepted")
+    if accepted := accepted_by_source(result["kinds"].get("all", {})):
+        print(f"drafts accepted: {accepted}")
     if siblings := result["kinds"].get("all", {}).get("sibling_drafts"):
         print(f"sibling drafts accepted: {result['kinds']['all']['accepted_sibling_drafts']} of {siblings}")
     if rate := result["kinds"].get("all", {}).get("mlx_lm_tokens_per_second"):
@@ -328,6 +354,41 @@ def run_synthetic(args: argparse.Namespace) -> int:
     return 0 if all(row["equal"] for name, row in arms.items() if name != "mlx-lm") else 1
 
 
+def run_workloads(args: argparse.Namespace) -> int:
+    """Compare ways to decode by kind of work; the exit status is 1 where a reply is not plain decoding's."""
+    items = read_prompts(args.workloads, args.limit)
+    check_options(args)
+    if args.turns < 1:
+        raise RequestError(f"--turns must be at least 1, not {args.turns}.")
+    engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
+    ends = frozenset(tokenizer.eos_token_ids)
+    tasks = [task_of(tokenizer, item, min(ends)) for item in items]
+    kinds, different = time_workloads(engine, tasks, args.turns, args.max_tokens, ends, sys.stderr.isatty())
+    print(f"{'kind':<10}{'way':<10}{'tokens':>8}{'a round':>9}{'tokens/s':>10}{'ratio':>7}  drafts accepted")
+    for kind, by_way in kinds.items():
+        for way, row in by_way.items():
+            print(
+                f"{kind:<10}{way:<10}{row['tokens']:>8}{row['tokens_a_round']:>9.2f}"
+                f"{row['tokens_per_second']:>10.1f}{row['ratio']:>7.2f}  {accepted_by_source(row)}"
+            )
+    print(f"replies other than plain decoding's: {different}")
+    print(f"exact: {'yes' if engine.exactness.holds else 'no'}, {engine.exactness.reason}")
+    about = {
+        **machine(),
+        "costs": as_json(engine.costs) if isinstance(engine.costs, LearnedCosts) else None,
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+    }
+    print(json.dumps({**about, "kinds": kinds, "different_replies": different}))
+    return 1 if args.exact == "on" and different else 0
+
+
+def task_of(tokenizer: Any, item: dict[str, str], end: int) -> Task:
+    """Return a task of a prompt file, with the end token after its reply, if it has one."""
+    reply = item.get("reply")
+    ids = None if reply is None else [*tokenizer.encode(reply, add_special_tokens=False), end]
+    return Task(item.get("kind", "prompts"), prompt_of(tokenizer, item), ids)
+
+
 def check_synthetic(wanted: Synthetic, turns: int) -> None:
     """Raise RequestError for numbers without a meaning."""
     numbers = {
@@ -366,6 +427,8 @@ def run(args: argparse.Namespace) -> int:
         check_plots()
     if args.synthetic is not None:
         return run_synthetic(args)
+    if args.workloads is not None:
+        return run_workloads(args)
     items = read_prompts(args.prompts, args.limit)
     check_options(args)
     engine, tokenizer = load(args.model, args.drafter, exact=args.exact == "on", progress=sys.stderr.isatty())
@@ -381,7 +444,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": str(engine.target.dtype),
         "exact": engine.exactness.holds,
         "seconds": round(time.perf_counter() - started, 1),
-        "costs": None if engine.costs is None else as_json(engine.costs),
+        "costs": as_json(engine.costs) if isinstance(engine.costs, LearnedCosts) else None,
         "arguments": {name: str(value) for name, value in vars(args).items()},
     }
     print(json.dumps({**about, **result}))

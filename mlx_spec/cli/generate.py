@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if not text.strip():
         raise RequestError("The prompt is empty: give --prompt TEXT, or --prompt - and text on standard input.")
     engine, tokenizer = load(args.model, **loading)
+    if args.record:
+        # A replay compares all drafts with the drafter's own.
+        engine.lookup = None
     options |= end_tokens(tokenizer, args, engine.target.vocab_size)
     check = RowCheck(engine.target) if args.check_rows else None
     prompt = encode(tokenizer, message_prompt(tokenizer, text, args, template_config))

@@ -81,8 +81,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         default="auto",
         help="folder or repo of a DFlash or DFlash 2 drafter, an EAGLE head or an MTP head; mtp: the head that "
-        "comes with the model; dflash2, eagle: the demo's; auto: what comes with the model, if anything; "
+        "comes with the model; dflash2, eagle: the demo's; auto: what comes with the model, if anything. Beside "
+        "each of them, and alone where there is none, text is copied that stood before. lookup: copies alone; "
         "none: plain decoding (default: auto)",
+    )
+    add(
+        "--lookup-text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="copy from this text too, besides prompt and answer; may be given more than once",
     )
     add("--adapter-path", help="folder of adapters that mlx_lm.lora trained for the model")
     add(
@@ -216,7 +224,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="keep token ids, drafts and accepted counts, for bisect --replay",
+        help="keep token ids, drafts and accepted counts, for bisect --replay; nothing is copied then",
     )
     add("--verbose", type=str_to_bool, default=True, help="F prints the answer only (default: T)")
     add(

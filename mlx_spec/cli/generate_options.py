@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.cli.generate_flags import draft_tokens, grammar, logit_bias
+from mlx_spec.cli.generate_flags import draft_tokens, grammar, logit_bias, text_of
 from mlx_spec.decoding.sampling import Sampling
 from mlx_spec.drafters.kind import DrafterOptions
 from mlx_spec.engine import Request
@@ -58,7 +58,7 @@ def without_effect(args: argparse.Namespace, defaults: argparse.Namespace) -> li
     if args.temp and not args.xtc_probability:
         found += told(["xtc_threshold"], "it needs --xtc-probability")
     if draft_tokens(args.num_draft_tokens) == 0:
-        wanted = () if args.drafter == "none" else ("drafter",)
+        wanted = ("lookup_text",) if args.drafter == "none" else ("drafter", "lookup_text")
         found += told(
             (*wanted, *(drafting if args.temp else drafting[:2])), "--num-draft-tokens 0 decodes plainly"
         )
@@ -75,6 +75,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     is_plain = draft_tokens(args.num_draft_tokens) == 0
     return {
         "drafter": None if is_plain or args.drafter == "none" else args.drafter,
+        "lookup_texts": [] if is_plain else [text_of("--lookup-text", name) for name in args.lookup_text],
         "draft_vocab": None if is_plain else args.draft_vocab,
         "draft_bits": None if is_plain else args.draft_bits,
         "exact": args.exact == "on",
@@ -120,7 +121,13 @@ def require_utf8(args: argparse.Namespace) -> None:
     """Raise RequestError for a text that is not UTF-8; the names of folders may be anything."""
     for name, value in vars(args).items():
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and name not in ("model", "drafter", "adapter_path", "grammar"):
+            if isinstance(text, str) and name not in (
+                "model",
+                "drafter",
+                "lookup_text",
+                "adapter_path",
+                "grammar",
+            ):
                 require_text(f"--{name.replace('_', '-')}", text)
 
 

@@ -141,9 +141,9 @@ def run(args: argparse.Namespace) -> int:
     def load_model() -> tuple[Engine, Any]:
         engine, tokenizer = load(args.model, **loading)
         memory = fit_cache(engine, args.max_kv_size)
-        with_drafter = "with" if engine.drafter is not None else "without"
+        drafting = f"drafting by {' and '.join(engine.sources)}" if engine.sources else "without drafting"
         print(
-            f"Serving {settings.model_id} {with_drafter} a drafter at {url}: {memory}.",
+            f"Serving {settings.model_id}, {drafting}, at {url}: {memory}.",
             file=sys.stderr,
             flush=True,
         )

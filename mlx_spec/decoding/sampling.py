@@ -151,6 +151,11 @@ class Sampling:
         cut = (self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k)
         return cut, xtc if self.xtc_probability else None
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether any token may be left out of the draw."""
+        return 0 < self.top_p < 1 or self.min_p > 0 or self.top_k > 0 or self.xtc_probability > 0
+
     def processed(
         self, logits: mx.array, history: Sequence[int], drafts: mx.array, tree: Tree | None = None
     ) -> mx.array:

@@ -35,7 +35,8 @@ from mlx_spec.target import Target
 from mlx_spec.target.graphs import Graphs
 from mlx_spec.target.layers import Attention
 
-MAX_DRAFTS = 7
+# A pass has a row for the anchor, too.
+MAX_DRAFTS = MAX_VERIFY_ROWS - 1
 # Candidates of a drafted token; sampled drafts are drawn among these.
 CANDIDATES = 16
 

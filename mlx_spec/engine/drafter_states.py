@@ -34,6 +34,11 @@ class DrafterStates:
         self._used: dict[Generation, None] = {}
 
     @property
+    def name(self) -> str:
+        """The name of the drafter's kind, "" without one."""
+        return self.drafter.name if self.drafter else ""
+
+    @property
     def max_draft(self) -> int:
         """The most tokens of a draft, 0 without a drafter."""
         return self.drafter.max_draft if self.drafter else 0

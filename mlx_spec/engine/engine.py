@@ -1,6 +1,6 @@
 """The engine: sequences are started, stepped, forked and closed. It knows nothing of text, printing or servers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any, overload
@@ -8,14 +8,15 @@ from typing import Any, overload
 from metal_kernels.launching.implementations import Implementation, implementation, in_words, using
 from mlx_spec.decoding.accept import rule_for
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.lookup.lookup import MAX_COPY, Lookup, LookupState
 from mlx_spec.engine.at_rest import compute
-from mlx_spec.engine.costs import Costs
+from mlx_spec.engine.costs import RoundCosts, Setting
 from mlx_spec.engine.draft_policy import DepthPolicy, policy_for
 from mlx_spec.engine.drafter_states import MAX_DRAFTER_STATES, DrafterStates
 from mlx_spec.engine.generation import Generation, Round
 from mlx_spec.engine.prompt import discard, next_chunk, read_chunk, shared_part, show_progress, take_over, trim
 from mlx_spec.engine.request import Request
-from mlx_spec.engine.round import Accepted, Snapshot, learn, run_round
+from mlx_spec.engine.round import Snapshot, Taught, learn, run_round
 from mlx_spec.engine.scheduler import Scheduler
 from mlx_spec.engine.statistics import NOT_CHECKED, Exactness, Statistics
 from mlx_spec.errors import DrafterFailure, MlxSpecError, RequestError
@@ -25,39 +26,57 @@ DEPTH_FIELDS = ("num_draft_tokens", "max_draft_tokens", "num_sibling_drafts")
 
 
 class Engine:
-    """Runs generations on one target, with one drafter or none; any thread may call it, one at a time."""
+    """Runs generations on one target, with a drafter, copies, or both; any thread may call it, one at a time."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter | None = None,
-        costs: Costs | None = None,
+        costs: RoundCosts | None = None,
         *,
+        lookup: Lookup | None = None,
         exactness: Exactness = NOT_CHECKED,
         kernels: Implementation | None = None,
         max_drafter_states: int = MAX_DRAFTER_STATES,
         reuse_replies: bool = False,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         """Bind what a generation needs.
 
-        costs: this machine's, for the automatic depth; without them it is the drafter's largest.
+        costs: of rounds on this machine, for the automatic depth; without them it is the drafter's largest.
+        lookup: drafts by copying, alone or, with costs, where that is better than the drafter; None for no copies.
         exactness: whether its rows are exact, for statistics.
         kernels: the implementation of all operations, whatever is chosen around a call; by default the one that is
             chosen when the engine is made.
         max_drafter_states: of how many generations the drafter remembers something; of others it begins anew.
         reuse_replies: a generation that goes on from another shares all that is cached of the same tokens. On a
             GPU its text may then differ from that of a prompt which is read from its start.
-        Raises RequestError for fewer than the 16 that one round may have.
+        at_end: called whenever a text has come to its end and its generation is closed, trimmed or cancelled.
+        Raises RequestError for fewer than the 16 that one round may have, and for a lookup of other tokens.
         """
+        if lookup is not None:
+            lookup.check_vocabulary(target.vocab_size)
         self.reuse_replies = reuse_replies
+        self.at_end = at_end
         self.target = target
         self.drafter = drafter
+        self.lookup = lookup
         self.costs = costs
         self.exactness = exactness
         self.kernels = kernels or implementation()
         self.states = DrafterStates(drafter, max_drafter_states)
         self._scheduler = Scheduler(target.context, costs)
         compute(target, drafter)
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of what drafts, apart from grammars."""
+        return [source.name for source in (self.drafter, self.lookup) if source is not None]
+
+    @property
+    def max_draft(self) -> int:
+        """The most tokens that a request may ask to be drafted: by the drafter, or without one by copying."""
+        return self.states.max_draft or (self.lookup.max_draft if self.lookup else 0)
 
     def start(self, request: Request, after: Generation | None = None) -> Generation:
         """Check a request and return its generation at once; ``step`` reads its prompt, see ``read``.
@@ -67,7 +86,7 @@ class Engine:
             read from its start; with ``reuse_replies`` everything, replies too.
         Raises RequestError or ContextFull, and RequestError for an earlier generation that was closed.
         """
-        request.check(self.target, self.states.max_draft)
+        request.check(self.target, self.max_draft)
         if after is not None and after.is_closed:
             raise RequestError(
                 "A generation that was closed cannot be continued; close it after the next one began."
@@ -76,11 +95,12 @@ class Engine:
             request,
             self.target.open(),
             rule_for(request.sampling, self.target.vocab_size),
-            self._policy(request),
+            self._policy(request, len(request.prompt)),
             list(request.prompt),
             Statistics(
                 exactness=self.exactness, kernels=in_words(self.kernels), prompt_tokens=len(request.prompt)
             ),
+            lookup=self._lookup(request),
             place=request.grammar,
         )
         try:
@@ -107,9 +127,20 @@ class Engine:
 
     def cancel(self, generation: Generation) -> None:
         """End a generation that runs. What is cached stays until it is closed: another may go on from it."""
+        has_come_to_its_end = generation.finish_reason in ("stop", "length")
         if generation.finish_reason is None:
             generation.finish_reason = "cancelled"
         self._explain_depth(generation)
+        if has_come_to_its_end:
+            self.settle()
+            generation.statistics.exactness = self.exactness
+
+    def settle(self) -> None:
+        """Do now what waits until a first text has ended: ``exactness`` is known afterwards."""
+        if self.at_end is not None:
+            with using(self.kernels):
+                self.at_end()
+            self._come_to_rest([])
 
     def reusable_tokens(self, request: Request, earlier: Generation) -> int:
         """Return how many tokens of its prompt a request would share with an earlier generation, see ``start``."""
@@ -183,15 +214,17 @@ class Engine:
             raise RequestError("A generation that was closed cannot be forked.")
         self.read(generation)
         request = changed(generation.request, seed, changes)
-        request.check(self.target, self.states.max_draft)
+        request.check(self.target, self.max_draft)
         new_depth = not changes.keys().isdisjoint(DEPTH_FIELDS)
+        copied = self._lookup(request) if new_depth or generation.lookup is None else generation.lookup.fork()
         fork = Generation(
             request,
             generation.sequence.fork(),
             rule_for(request.sampling, self.target.vocab_size),
-            self._policy(request) if new_depth else deepcopy(generation.policy),
+            self._policy(request, len(generation.tokens)) if new_depth else deepcopy(generation.policy),
             list(generation.tokens),
             generation.statistics.copy(),
+            lookup=copied,
             place=request.grammar if "grammar" in changes else generation.place,
             finish_reason=None if generation.remaining_tokens_of(request) > 0 else "length",
             last_turn=generation.last_turn,
@@ -219,18 +252,21 @@ class Engine:
             raise RequestError("A generation was closed and cannot go on; fork it before, or start another.")
         unread = self._read_some(generations)
         running = self._scheduler.next([each for each in generations if each not in unread])
-        before, done = [Snapshot.of(generation) for generation in running], list[Accepted]()
+        before, taught = [Snapshot.of(generation) for generation in running], Taught()
         try:
             with using(self.kernels):
-                rounds = unread | self._rounds(running, answering, done)
+                rounds = unread | self._rounds(running, answering, taught)
                 self._come_to_rest(running, [each.logprobs for each in rounds.values() if each.logprobs])
             for generation in running:
                 generation.statistics.kernels = in_words(self.kernels)
             found = [rounds.get(generation) or Round() for generation in generations]
-            for accepted in done:
+            for accepted in taught.accepted:
                 learn(accepted)
                 if accepted.finish_reason is not None:
                     self._explain_depth(accepted.generation)
+            if self.costs is not None and not unread:
+                for setting, shape, ms in taught.times:
+                    self.costs.learn(setting, shape, ms)
             return found[0] if isinstance(asked, Generation) else found
         except BaseException:
             for snapshot in before:
@@ -256,35 +292,43 @@ class Engine:
         states = [(each.drafter_state, each.rule, each.ahead) for each in generations]
         compute(self.target.pool.data, states, also)
 
-    def _rounds(
-        self, running: Sequence[Generation], answering: bool, done: list[Accepted]
-    ) -> dict[Generation, Round]:
+    def _rounds(self, running: Sequence[Generation], answering: bool, taught: Taught) -> dict[Generation, Round]:
         """Run a pass; those whose drafts were not finite take part in another one, without drafts."""
         shares, errors = self._scheduler.shares(running)
-        rounds = run_round(self.target, self.states, shares, errors, done, answering)
+        rounds = run_round(self.target, self.states, shares, errors, taught, answering)
         failed = {generation: error for generation, error in errors.items() if isinstance(error, DrafterFailure)}
         for generation, failure in failed.items():
             del errors[generation]
             self.states.give_up(generation, str(failure))
         if failed:
             shares, more_errors = self._scheduler.shares(list(failed))
-            rounds |= run_round(self.target, self.states, shares, more_errors, done, answering)
+            rounds |= run_round(self.target, self.states, shares, more_errors, taught, answering)
             errors |= more_errors
         return rounds | {generation: Round(error=error) for generation, error in errors.items()}
 
     def _explain_depth(self, generation: Generation) -> None:
         """Say in the statistics of a generation that ends why its draft depth is what it is."""
-        generation.statistics.depth_reason = generation.policy.reason if self.drafter else ""
+        generation.statistics.depth_reason = generation.policy.reason if self.max_draft else ""
 
-    def _policy(self, request: Request) -> DepthPolicy:
+    def _policy(self, request: Request, length: int) -> DepthPolicy:
+        """Return the policy of a request whose next round comes after so many tokens."""
         most = self.states.max_draft
         return policy_for(
             request.num_draft_tokens,
             request.num_sibling_drafts,
             most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
             self.costs,
+            Setting(request.work, 1, length),
             takes_trees=self.target.takes_trees,
+            max_copy=0
+            if self.lookup is None
+            else min(self.lookup.max_draft, request.max_draft_tokens or MAX_COPY),
         )
+
+    def _lookup(self, request: Request) -> LookupState | None:
+        """Return the state of copies for a request; beside a drafter it has them where costs decide."""
+        is_wanted = request.may_draft and (not self.drafter or (request.num_draft_tokens is None and self.costs))
+        return self.lookup.open() if self.lookup and is_wanted else None
 
 
 def changed(request: Request, seed: int | None, changes: dict[str, Any]) -> Request:

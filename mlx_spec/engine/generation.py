@@ -8,6 +8,7 @@ from mlx_spec.decoding.accept import AcceptRule
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Ahead
+from mlx_spec.drafters.lookup.lookup import LookupState
 from mlx_spec.engine.draft_policy import DepthPolicy
 from mlx_spec.engine.request import Request
 from mlx_spec.engine.statistics import Statistics
@@ -26,6 +27,7 @@ class Generation:
     tokens: prompt and text so far. The last one is the anchor, which the next pass begins with.
     statistics: what was done so far.
     drafter_state: what the drafter remembers, see DrafterStates; None where it remembers nothing.
+    lookup: what it may copy from, None where it does not.
     place: where the text stands in the grammar of its request, if it has one.
     finish_reason: None while running, then "stop", "length", or "cancelled".
     is_closed: its pages were given back.
@@ -46,6 +48,7 @@ class Generation:
     tokens: list[int]
     statistics: Statistics = field(default_factory=Statistics)
     drafter_state: Any = None
+    lookup: LookupState | None = None
     place: Place | None = None
     finish_reason: str | None = None
     is_closed: bool = False

@@ -81,6 +81,21 @@ class Request:
         """Whether drafting is allowed at all; plain decoding does nothing for a drafter."""
         return self.num_draft_tokens != 0
 
+    @property
+    def work(self) -> str:
+        """What a round does for it besides its passes, in words: rounds of equal work cost about the same."""
+        sampling = self.sampling
+        parts = {
+            "greedy" if sampling.temp == 0 else sampling.accept: True,
+            "filters": sampling.temp > 0 and sampling.is_filtered,
+            "processors": bool(sampling.processors),
+            "grammar": self.grammar is not None,
+            "log-probabilities": self.logprobs or self.top_logprobs > 0,
+            "watched": self.on_verified is not None,
+            "without a drafter": not self.may_draft,
+        }
+        return ", ".join(name for name, is_done in parts.items() if is_done)
+
     def check(self, target: Target, max_draft: int) -> None:
         """Raise RequestError or ContextFull for what cannot be done.
 

@@ -10,7 +10,7 @@ Of a single generation, ``draft_ahead`` queues the next round's draft before the
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -19,13 +19,15 @@ from metal_kernels.launching.implementations import is_eager
 from mlx_spec.decoding.grammar import Place
 from mlx_spec.decoding.logprobs import TokenLogprobs
 from mlx_spec.drafters.base import Draft, Unread, nothing_drafted
-from mlx_spec.drafters.forced import with_forced
+from mlx_spec.drafters.known import with_known
+from mlx_spec.drafters.lookup.lookup import Lookup
 from mlx_spec.drafters.siblings import with_siblings
 from mlx_spec.drafters.tree import Tree, rows_of_path
 from mlx_spec.engine.at_rest import compute
+from mlx_spec.engine.costs import Setting, Shape
 from mlx_spec.engine.drafter_states import DrafterStates
 from mlx_spec.engine.generation import Generation, Round
-from mlx_spec.engine.scheduler import Share
+from mlx_spec.engine.scheduler import Share, setting_of
 from mlx_spec.engine.statistics import Statistics
 from mlx_spec.engine.verify import (
     Drafted,
@@ -119,12 +121,20 @@ class Accepted:
         return rows_of_path(self.drafted.token_ids, self.path[: len(self.tokens)])
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What a round teaches: acceptance, and what rounds of such a shape take, in milliseconds."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    times: list[tuple[Setting, Shape, float]] = field(default_factory=list)
+
+
 def run_round(
     target: Target,
     states: DrafterStates,
     shares: Sequence[Share],
     errors: Errors,
-    done: list[Accepted],
+    taught: Taught,
     answering: bool = False,
 ) -> dict[Generation, Round]:
     """Run one pass for these generations, and return what each of them got.
@@ -132,7 +142,7 @@ def run_round(
     target, states: what runs, and what the drafter remembers.
     shares: what each generation gets of the pass.
     errors: what goes wrong with a generation alone is added; it is as before, and the others go on.
-    done: what each generation gets is added, for ``learn``, once nothing can break the round off any more.
+    taught: what the round teaches is added, for ``learn``, once nothing can break the round off any more.
     answering: full logits have the last word, see ``Engine.answer_step``.
     """
     started = time.perf_counter()
@@ -143,8 +153,11 @@ def run_round(
     accepted = accept(target, verified, errors)
     for generation in errors:
         generation.ahead = generation.planned = None
+    time_of_round = None if answering or verified.is_timed else setting_and_shape(drafted)
     rounds = commit(target, states, accepted, started)
-    done.extend(accepted)
+    taught.accepted.extend(accepted)
+    if time_of_round is not None and not errors:
+        taught.times.append((*time_of_round, (time.perf_counter() - started) * 1e3))
     if verified.is_timed and (timed := drafted[0].generation) in rounds:
         passes = verified.draft_seconds, verified.seconds
         timed.statistics.count_timed(*passes, time.perf_counter() - started - sum(passes))
@@ -154,20 +167,27 @@ def run_round(
 def draft(states: DrafterStates, shares: Sequence[Share], errors: Errors) -> list[Drafted]:
     """Draft for all generations in one draft pass; some may get nothing."""
     drafts = made_ahead(shares)
-    drafting = [share for share in shares if share.depth > len(share.forced) and share.generation not in drafts]
+    drafting = [share for share in shares if share.drafts and share.generation not in drafts]
     proposed = states.propose([(share.generation, share.depth) for share in drafting])
     drafts |= {share.generation: found for share, found in zip(drafting, proposed, strict=True)}
 
     def of_share(share: Share) -> Drafted:
         generation = share.generation
-        found = with_forced(checked(drafts.get(generation, nothing_drafted()), share.max_rows), share.forced)
-        # Several generations need the rows, and beside a forced token nothing else may come.
-        if len(shares) == 1 and not share.forced:
+        found = with_known(checked(drafts.get(generation, nothing_drafted()), share.max_rows), share.known)
+        # Several generations need the rows, and a known token has no runner-up.
+        if len(shares) == 1 and not share.known:
             siblings = generation.policy.siblings(len(found.tree.chain) - 1)
             found = with_siblings(found, siblings)
-        return Drafted(generation, found, generation.drafter_state is not None and not share.forced)
+        was_known = generation.drafter_state is not None and not share.known
+        return Drafted(share, found, sources_of(share, len(found.tree.chain) - 1, states.name), was_known)
 
     return for_each(shares, of_share, errors)
+
+
+def sources_of(share: Share, drafted: int, drafter: str) -> tuple[tuple[str, int], ...]:
+    """Return who drafted how many tokens of a chain of ``drafted``, in order."""
+    known = [("grammar", len(share.forced)), (Lookup.name, len(share.known) - len(share.forced))]
+    return tuple((name, count) for name, count in (*known, (drafter, drafted - len(share.known))) if count > 0)
 
 
 def made_ahead(shares: Sequence[Share]) -> dict[Generation, Draft]:
@@ -186,11 +206,11 @@ def draft_ahead(target: Target, states: DrafterStates, part: Verified, passed: P
     """Let the device draft for the next round of a single generation, while the host reads this one.
 
     How many tokens is decided by what the rounds before this one taught. Where the text ends in this round, or the
-    next one is to be timed, nothing is drafted.
+    next one is to be timed, nothing is drafted; nor where this one copies, because the next one likely does, too.
     """
     generation, drafted = part.generation, part.drafted
     is_next_timed = (generation.statistics.rounds + 1) % TIMED_EVERY == 0
-    if not states.drafts_ahead or not generation.may_draft or is_next_timed:
+    if not states.drafts_ahead or not generation.may_draft or is_next_timed or drafted.share.copied:
         return
     left = min(generation.remaining_tokens, target.context - generation.sequence.length)
     generation.planned = max(0, min(generation.policy.depth(), left - 2))
@@ -311,6 +331,7 @@ def emit(accepted: Accepted, seconds: float) -> Round:
         drafted=drafted,
         accepted=along_chain,
         emitted=len(accepted.tokens),
+        sources=accepted.drafted.sources,
         siblings=tree.num_rows - 1 - drafted,
         accepted_siblings=from_draft - along_chain,
         seconds=seconds,
@@ -319,11 +340,25 @@ def emit(accepted: Accepted, seconds: float) -> Round:
     return Round(accepted.tokens, from_draft, accepted.logprobs, accepted.finish_reason)
 
 
+def setting_and_shape(drafted: Sequence[Drafted]) -> tuple[Setting, Shape] | None:
+    """Return what the time of a round is the time of; None where it waits for a prompt, or a grammar drafted."""
+    generations = [part.generation for part in drafted]
+    if not all(part.was_known or part.share.copied for part in drafted if part.draft.tokens.size):
+        return None
+    if not all(generation.statistics.rounds for generation in generations):
+        return None
+    depths = [0 if part.share.copied else len(part.tree.chain) - 1 for part in drafted]
+    rows = sum(part.tree.num_rows for part in drafted)
+    return setting_of(generations), Shape(max(depths), rows, max(1, sum(depth > 0 for depth in depths)))
+
+
 def learn(accepted: Accepted) -> None:
     """Let a generation's policy learn from a round that stays."""
-    tree, path = accepted.drafted.tree, accepted.path
+    tree, path, policy = accepted.drafted.tree, accepted.path, accepted.generation.policy
     if accepted.drafted.was_known:
-        accepted.generation.policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
+        policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
+    else:
+        policy.update(0, tree.along_chain(path), None)
 
 
 def paths_of(trees: Sequence[Tree]) -> list[Sequence[int]] | None:

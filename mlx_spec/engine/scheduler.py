@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from metal_kernels import MAX_VERIFY_ROWS
-from mlx_spec.engine.costs import Costs
-from mlx_spec.engine.draft_policy import DepthOffer
+from mlx_spec.decoding.grammar import Place
+from mlx_spec.drafters.lookup.lookup import Copy
+from mlx_spec.engine.costs import ALONE, RoundCosts, Setting, Shape
+from mlx_spec.engine.draft_policy import MARGIN, DepthOffer
 from mlx_spec.engine.generation import Generation
 from mlx_spec.errors import ContextFull
 from mlx_spec.target import CachedSequence, reserve_positions
@@ -20,21 +22,33 @@ from mlx_spec.target import CachedSequence, reserve_positions
 class Share:
     """What a generation gets of a pass.
 
-    depth: tokens to draft.
+    depth: tokens that the drafter drafts, the first ones of which known tokens replace.
     max_rows: the rows that it may have, the anchor's included.
     forced: tokens that its grammar forces, to be drafted first.
+    copied: tokens to be drafted after these, in place of the drafter's.
     """
 
     generation: Generation
     depth: int
     max_rows: int
     forced: tuple[int, ...] = ()
+    copied: Copy | None = None
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The tokens to be drafted first, which the drafter is not asked for."""
+        return self.forced if self.copied is None else (*self.forced, *self.copied.tokens)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter is asked for tokens."""
+        return self.depth > len(self.known)
 
 
 class Scheduler:
     """Gives turns, and shares the rows of each pass out."""
 
-    def __init__(self, context: int, costs: Costs | None) -> None:
+    def __init__(self, context: int, costs: RoundCosts | None) -> None:
         """Give no turn yet.
 
         context: positions of the target.
@@ -88,11 +102,23 @@ class Scheduler:
         if len(fits) == 1:
             generation, free = fits[0]
             depth = generation.policy.depth() if generation.planned is None else generation.planned
-            forced = forced_tokens(generation, min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1)
-            return [Share(generation, min(depth, limits[0]), free, forced)], errors
-        depths = share_rows([g.policy.offer() for g, _ in fits], limits, MAX_VERIFY_ROWS, self._costs)
+            most = min(self._positions(generation, free), MAX_VERIFY_ROWS) - 1
+            forced = forced_tokens(generation, most)
+            copied = copied_tokens(generation, forced, most - len(forced))
+            return [Share(generation, 0 if copied else min(depth, limits[0]), free, forced, copied)], errors
+        most = MAX_VERIFY_ROWS - len(fits)
+        copies = [copied_tokens(g, (), min(self._positions(g, free) - 1, most)) for g, free in fits]
+        offers = [
+            g.policy.offer(len(fits))
+            if copy is None
+            else DepthOffer(copy.chances, optional=True, is_drafted=False)
+            for (g, _), copy in zip(fits, copies, strict=True)
+        ]
+        limits = [limit if copy is None else len(copy.tokens) for limit, copy in zip(limits, copies, strict=True)]
+        depths = share_rows(offers, limits, MAX_VERIFY_ROWS, self._costs, setting_of([g for g, _ in fits]))
         return [
-            Share(g, depth, depth + 1, forced_tokens(g, depth)) for (g, _), depth in zip(fits, depths, strict=True)
+            shared(generation, depth, copy)
+            for (generation, _), depth, copy in zip(fits, depths, copies, strict=True)
         ], errors
 
     def _max_depth(self, generation: Generation, free_positions: int) -> int:
@@ -106,6 +132,12 @@ class Scheduler:
         return min(generation.remaining_tokens, self._context - generation.sequence.length, free_positions)
 
 
+def setting_of(generations: Sequence[Generation]) -> Setting:
+    """Return what a round of these sequences has to do besides its passes, and after how much."""
+    work = "; ".join(sorted({generation.request.work for generation in generations}))
+    return Setting(work, len(generations), max(generation.sequence.length for generation in generations))
+
+
 def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
     """Return the tokens that a generation's grammar forces, as many of them as may be drafted."""
     request = generation.request
@@ -115,7 +147,44 @@ def forced_tokens(generation: Generation, most: int) -> tuple[int, ...]:
     return tuple(generation.place.forced()[: most if asked is None else min(most, asked)])
 
 
-def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, costs: Costs | None) -> list[int]:
+def copied_tokens(generation: Generation, forced: Sequence[int], most: int) -> Copy | None:
+    """Return what is worth copying after forced tokens, in place of asking the drafter; None where nothing is."""
+    if generation.lookup is None:
+        return None
+    bound = generation.request.max_draft_tokens
+    most = most if bound is None else min(most, bound)
+    copy = generation.lookup.propose(generation.tokens, forced, most)
+    if copy is not None and generation.place is not None:
+        copy = allowed_part(copy, generation.place, forced)
+    count = 0 if copy is None else generation.policy.copied(copy.chances)
+    return copy.first(count) if copy is not None and count else None
+
+
+def allowed_part(copy: Copy, place: Place, forced: Sequence[int]) -> Copy:
+    """Return the first tokens of a copy, as many as a grammar allows after forced tokens."""
+    after = place.after(forced)
+    for index, token in enumerate(copy.tokens):
+        after = None if after is None else after.after([token])
+        if after is None:
+            return copy.first(index)
+    return copy
+
+
+def shared(generation: Generation, depth: int, copy: Copy | None) -> Share:
+    """Return the share of a generation of a pass with others: so many rows besides its anchor's."""
+    forced = forced_tokens(generation, depth)
+    if copy is None or forced or not depth:
+        return Share(generation, depth, depth + 1, forced)
+    return Share(generation, 0, depth + 1, copied=copy.first(depth))
+
+
+def share_rows(
+    offers: Sequence[DepthOffer],
+    limits: Sequence[int],
+    rows: int,
+    costs: RoundCosts | None,
+    setting: Setting = ALONE,
+) -> list[int]:
     """Return how many tokens to draft for each sequence of a pass of up to ``rows`` rows.
 
     Every sequence has a row of its own for its anchor. Drafts that are asked for come first; then those that may
@@ -124,7 +193,8 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
     offers: the drafts of each sequence.
     limits: the largest depth of each.
     rows: of the pass, at most.
-    costs: of passes; without them all optional drafts that fit are taken.
+    costs: of rounds; without them all optional drafts that fit are taken.
+    setting: of the round.
     """
     sequences = len(offers)
     asked, further = ranked(offers, limits, optional=False), ranked(offers, limits, optional=True)
@@ -139,11 +209,16 @@ def share_rows(offers: Sequence[DepthOffer], limits: Sequence[int], rows: int, c
         assert costs is not None
         tokens = sequences + sum(chance for chance, _ in asked + further[:count])
         # One draft pass serves all, as deep as the deepest of them.
-        drafted = [depth for depth in depths(count) if depth]
-        drafting = costs.draft_ms(max(drafted, default=0), len(drafted))
-        return (drafting + costs.verify_ms(sequences + len(asked) + count)) / tokens
+        drafted = [depth for depth, offer in zip(depths(count), offers, strict=True) if depth and offer.is_drafted]
+        shape = Shape(max(drafted, default=0), sequences + len(asked) + count, max(1, len(drafted)))
+        return costs.round_ms(setting, shape) / tokens
 
-    return depths(len(further) if costs is None else min(range(len(further) + 1), key=ms_per_token))
+    if costs is None:
+        return depths(len(further))
+    best = min(range(len(further) + 1), key=ms_per_token)
+    ratio = ms_per_token(best) / ms_per_token(0)
+    is_look = not asked and costs.wants_plain(setting, ratio)
+    return depths(best if ratio < MARGIN and not is_look else 0)
 
 
 def ranked(offers: Sequence[DepthOffer], limits: Sequence[int], optional: bool) -> list[tuple[float, int]]:

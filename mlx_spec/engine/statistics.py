@@ -1,6 +1,7 @@
 """What a generation did: counts, acceptance per position, and where the time went."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -16,6 +17,35 @@ class Exactness:
 
 
 NOT_CHECKED = Exactness(False, "not checked")
+NOT_YET = Exactness(False, "not checked yet: that comes after the first text")
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+    """What a source of drafts did: rounds it drafted in, tokens of chains that it drafted, those accepted."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "SourceCounts") -> "SourceCounts":
+        return SourceCounts(
+            self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted
+        )
+
+
+def added(every: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    """Return the sums of counts by source."""
+    sums: dict[str, SourceCounts] = {}
+    for each in every:
+        for name, counts in each.items():
+            sums[name] = sums.get(name, SourceCounts()) + counts
+    return sums
+
+
+def in_words(drafted_by: Mapping[str, SourceCounts]) -> str:
+    """Return what each source drafted, and how much of it was accepted."""
+    return ", ".join(f"{name} {counts.accepted} of {counts.drafted}" for name, counts in drafted_by.items())
 
 
 @dataclass
@@ -29,6 +59,7 @@ class Statistics:
     undrafted_rounds: those of them in which nothing was drafted.
     drafted[i], accepted[i]: rounds that drafted a token i + 1 positions after the anchor, and those in which it
         was accepted.
+    drafted_by: by the name of a source of drafts: the drafter's, "lookup" or "grammar".
     sibling_drafts, accepted_sibling_drafts: runners-up that were verified beside these, and those accepted.
     timed_rounds: rounds that were measured with a stop between drafting and verifying, which others do not have.
     draft_seconds, verify_seconds, host_seconds: of these rounds.
@@ -47,6 +78,7 @@ class Statistics:
     undrafted_rounds: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted_by: dict[str, SourceCounts] = field(default_factory=dict)
     sibling_drafts: int = 0
     accepted_sibling_drafts: int = 0
     timed_rounds: int = 0
@@ -60,18 +92,24 @@ class Statistics:
 
     def copy(self) -> "Statistics":
         """Return an independent copy."""
-        return replace(self, drafted=list(self.drafted), accepted=list(self.accepted))
+        return replace(
+            self, drafted=list(self.drafted), accepted=list(self.accepted), drafted_by=dict(self.drafted_by)
+        )
 
     def count_round(
         self,
         drafted: int,
         accepted: int,
         emitted: int,
+        sources: Sequence[tuple[str, int]] = (),
         siblings: int = 0,
         accepted_siblings: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Count a round: tokens that were drafted, accepted and emitted, and siblings beside the drafted ones."""
+        """Count a round: tokens that were drafted, accepted and emitted, and siblings beside the drafted ones.
+
+        sources: who drafted how many of them, in order.
+        """
         self.seconds += seconds
         self.sibling_drafts += siblings
         self.accepted_sibling_drafts += accepted_siblings
@@ -84,6 +122,10 @@ class Statistics:
         for i in range(drafted):
             self.drafted[i] += 1
             self.accepted[i] += i < accepted
+        for name, count in sources:
+            own = min(count, accepted)
+            accepted -= own
+            self.drafted_by = added([self.drafted_by, {name: SourceCounts(1, count, own)}])
 
     def count_timed(self, draft_seconds: float, verify_seconds: float, host_seconds: float) -> None:
         """Count a round whose draft and verify passes were awaited one after the other."""
@@ -140,6 +182,7 @@ class Statistics:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance": [round(a, 4) for a in self.acceptance],
+            "drafted_by": {name: asdict(counts) for name, counts in self.drafted_by.items()},
             "sibling_drafts": self.sibling_drafts,
             "accepted_sibling_drafts": self.accepted_sibling_drafts,
             "time_shares": {name: round(share, 4) for name, share in self.shares.items()},
@@ -163,6 +206,8 @@ class Statistics:
         if self.drafted:
             shares = " ".join(f"{a:.2f}" for a in self.acceptance)
             lines.append(f"Acceptance by position: {shares}")
+        if self.drafted_by:
+            lines.append(f"Drafts accepted: {in_words(self.drafted_by)}")
         if self.sibling_drafts:
             lines.append(f"Sibling drafts accepted: {self.accepted_sibling_drafts} of {self.sibling_drafts}")
         if self.timed_rounds:

@@ -16,6 +16,7 @@ from mlx_spec.decoding.logprobs import RowLogprobs
 from mlx_spec.drafters.base import Draft
 from mlx_spec.drafters.tree import Tree
 from mlx_spec.engine.generation import Generation
+from mlx_spec.engine.scheduler import Share
 from mlx_spec.errors import DrafterFailure, NonFiniteError
 
 
@@ -38,12 +39,20 @@ Errors = dict[Generation, Exception]
 class Drafted:
     """A generation's part of a pass: its anchor, and the draft that follows it.
 
+    share: what it was drafted for.
+    sources: who drafted how many tokens of the chain, in order.
     was_known: whether the drafter remembered the sequence, and so could draft all of it.
     """
 
-    generation: Generation
+    share: Share
     draft: Draft
+    sources: tuple[tuple[str, int], ...]
     was_known: bool
+
+    @property
+    def generation(self) -> Generation:
+        """Whose part it is."""
+        return self.share.generation
 
     @property
     def tree(self) -> Tree:

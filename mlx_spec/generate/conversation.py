@@ -65,7 +65,7 @@ class Conversation:
         text = TextStream(self._tokenizer, stop)
         place = begin(grammar, self._tokenizer, self._engine.target.vocab_size)
         request = text_request(self._tokenizer, ids, text, grammar=place, **options)
-        request.check(self._engine.target, self._engine.states.max_draft)
+        request.check(self._engine.target, self._engine.max_draft)
         return self._turn(request, text)
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ def stream_generate(
         on_verified=on_verified,
         **sampling,
     )
-    request.check(engine.target, engine.states.max_draft)
+    request.check(engine.target, engine.max_draft)
     return start_and_read(engine, request, texts)
 
 

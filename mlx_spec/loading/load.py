@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metal_kernels import MAX_VERIFY_ROWS
 from metal_kernels.launching.implementations import Implementation, implementation, using
 from mlx_spec.checkpoints.config import read_config
 from mlx_spec.checkpoints.hub import resolve
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
+from mlx_spec.drafters.lookup.lookup import Lookup
 from mlx_spec.engine import Engine
+from mlx_spec.engine.statistics import NOT_YET
 from mlx_spec.errors import ModelError, ModelWarning, RequestError, UnsupportedModel
 from mlx_spec.loading.adapters import merge_adapters
 from mlx_spec.loading.draft_vocabulary import frequent_tokens
@@ -18,8 +21,9 @@ from mlx_spec.loading.drafter import AUTO, LoadedDrafter, drafter_name, is_draft
 from mlx_spec.loading.model import read_model, read_tokenizer
 from mlx_spec.loading.published_drafters import drafter_hint
 from mlx_spec.loading.weights import fit_to_machine, quantized_is_slow
-from mlx_spec.measure.costs import measured_costs
-from mlx_spec.measure.exactness import OFF, checked_exactness
+from mlx_spec.measure.after_text import AfterText
+from mlx_spec.measure.exactness import OFF, checked_exactness, stored_exactness
+from mlx_spec.measure.kept_costs import kept_costs
 from mlx_spec.measure.wiring import check_wiring
 from mlx_spec.target import Target
 from mlx_spec.target.families import family_of
@@ -34,6 +38,7 @@ def load(
     model: str,
     drafter: str | None = AUTO,
     *,
+    lookup_texts: Sequence[str] = (),
     draft_vocab: int | Sequence[int] | None = None,
     draft_bits: int | None = None,
     exact: bool = True,
@@ -48,12 +53,14 @@ def load(
     model: "demo", a folder, or a Hugging Face repo, in any layout that mlx-lm loads.
     drafter: a folder or repo of a DFlash or DFlash 2 checkpoint, an EAGLE head or an MTP head, or a file that
         holds an MTP head; "mtp" for the head that comes with the model, "dflash2" and "eagle" for the demo's;
-        "auto" for the one that comes with it, if any; None for none.
+        "auto" for the one that comes with it, if any. Beside each of them, and alone where there is none, text is
+        copied that stood before; "lookup" for copies alone, None for plain decoding.
+    lookup_texts: texts that are copied from too, besides prompt and reply, by all generations.
     draft_vocab: draft with an MTP or EAGLE head from so many of the most frequent tokens, or from these token ids,
         unless it has a vocabulary of its own.
     draft_bits: bits a weight, 2, 3, 4, 5, 6 or 8, to quantise such a head with, 16 for none; by default EAGLE
         heads have 4 and MTP heads those of their model. Heads that are quantised already stay as they are.
-    exact: when a model is first loaded on a machine, a few rows are computed together and one at a time, and
+    exact: after the first text of a model on a machine, a few rows are computed together and one at a time, and
         statistics say whether they were equal. False takes MLX's own operations for all work, where these are
         faster: then a row's rounding may depend on the rows beside it, and near ties may be decided otherwise
         than in plain decoding. The next turn of a chat then shares all that is cached, replies too.
@@ -62,8 +69,10 @@ def load(
     adapter_path: folder with adapters that ``mlx_lm.lora`` trained for the model. They are merged into its
         weights; the layers that they change are held in 16 bits.
     trust_remote_code: let a tokenizer run Python code that comes with the model. Otherwise no such code runs.
-    progress: show what is fetched, timed and checked, on standard error.
+    progress: show what is fetched and checked, on standard error.
 
+    Nothing is measured here. What rounds cost is learned from rounds and kept for the next process; rows, and the
+    wiring of a head, are checked once a first text has ended, or by ``engine.settle()``.
     Where MLX's own operations run on a CPU, quantised weights are dequantised to bfloat16, unless that would take
     more than half of the memory: MLX's quantised CPU product costs as much per row as the first row. Heads are not
     quantised there unless ``draft_bits`` says so.
@@ -77,12 +86,10 @@ def load(
         target, tokenizer, source = load_target(model, settings, adapter_path, max_cached_tokens, progress)
         found, label = find_drafter(drafter, target, tokenizer, source, draft_vocab, draft_bits, progress)
         bound = None if found is None else found.drafter
-        costs = None if bound is None else measured_costs(target, bound, label, progress)
-        most_rows = DEFAULT_ROWS if bound is None else bound.max_draft + 1
-        exactness = checked_exactness(target, most_rows, progress) if exact else OFF
-        if found is not None and not found.is_shipped:
-            variants = found.kind.variants(found.drafter, target)
-            check_wiring(target, found.drafter, variants, tokenizer, label, progress)
+        lookup = find_lookup(drafter, tokenizer, lookup_texts)
+        kept = None if lookup is None else kept_costs(target, bound, label or Lookup.name)
+        most_rows = DEFAULT_ROWS if lookup is None else MAX_VERIFY_ROWS
+        exactness = stored_exactness(target, most_rows) if exact else OFF
     logger.info(
         "Loaded %s (%s, %d layers, %d positions) with %s.",
         model,
@@ -91,8 +98,29 @@ def load(
         target.context,
         f"the drafter {label}, up to {bound.max_draft} tokens" if bound is not None else "no drafter",
     )
-    engine = Engine(target, bound, costs, exactness=exactness, kernels=kernels, reuse_replies=not exact)
+    engine = Engine(
+        target,
+        bound,
+        None if kept is None else kept.costs,
+        lookup=lookup,
+        exactness=exactness or NOT_YET,
+        kernels=kernels,
+        reuse_replies=not exact,
+        at_end=(after := AfterText()),
+    )
+    if exactness is None:
+        after.once.append(lambda: check_rows(engine, most_rows, progress))
+    if found is not None and not found.is_shipped:
+        variants = found.kind.variants(found.drafter, target)
+        after.once.append(lambda: check_wiring(target, found.drafter, variants, tokenizer, label, progress))
+    if kept is not None:
+        after.always.append(kept.keep)
     return engine, tokenizer
+
+
+def check_rows(engine: Engine, most_rows: int, progress: bool) -> None:
+    """Find out whether the rows of an engine's passes are exact."""
+    engine.exactness = checked_exactness(engine.target, most_rows, progress)
 
 
 def load_target(
@@ -128,7 +156,7 @@ def find_drafter(
     source: the target's own checkpoint.
     The other arguments are those of ``load``; it raises what ``load`` does.
     """
-    name = drafter_name(source.name, drafter, source)
+    name = None if drafter == Lookup.name else drafter_name(source.name, drafter, source)
     has_settings = draft_vocab is not None or draft_bits is not None
     if name is None:
         if has_settings:
@@ -144,6 +172,15 @@ def find_drafter(
     label = label if draft_bits is None else f"{label}, {draft_bits} bits"
     is_optional = drafter == AUTO and not has_settings
     return load_drafter(name, target, source, options, progress, is_optional), label
+
+
+def find_lookup(drafter: str | None, tokenizer: Any, texts: Sequence[str]) -> Lookup | None:
+    """Return what copies, see ``load``; None for plain decoding. Raises RequestError for texts without it."""
+    if drafter is not None:
+        return Lookup([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+    if texts:
+        raise RequestError("lookup_texts are texts to copy from, and with drafter=None nothing is copied.")
+    return None
 
 
 def refuse_other_content(folder: Path, config: Mapping[str, Any], name: str) -> None:

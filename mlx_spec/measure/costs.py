@@ -1,4 +1,7 @@
-"""What draft and verify passes cost on this machine, measured once per machine, model and version."""
+"""What draft and verify passes cost on this machine, measured once per machine, model and version.
+
+The doctor and the bench read these tables. An engine learns the costs of its rounds instead, see ``kept_costs``.
+"""
 
 import logging
 import math
@@ -14,7 +17,7 @@ from tqdm import tqdm
 from metal_kernels import MAX_VERIFY_ROWS
 from mlx_spec.decoding.accept import Greedy
 from mlx_spec.drafters.base import Committed, Drafter, DraftRequest
-from mlx_spec.engine.draft_policy import Costs
+from mlx_spec.engine.costs import Costs
 from mlx_spec.measure import store
 from mlx_spec.target import CachedSequence, Target
 

@@ -16,13 +16,26 @@ COMPARED = 4
 
 def checked_exactness(target: Target, most_rows: int, progress: bool = False) -> Exactness:
     """Compare passes of 2 and of ``most_rows`` rows with one row at a time, or return the stored result."""
-    counts = sorted({2, most_rows})
-    key = store.key(target, f"passes of {counts} rows and a tree")
-    exactness = from_json(store.read().get(key))
+    exactness = stored_exactness(target, most_rows)
     if exactness is None:
-        exactness = check(target, counts, progress)
-        store.write(key, {"exact": exactness.holds, "reason": exactness.reason})
+        exactness = check(target, counts_of(most_rows), progress)
+        store.write(key_of(target, most_rows), {"exact": exactness.holds, "reason": exactness.reason})
     return exactness
+
+
+def stored_exactness(target: Target, most_rows: int) -> Exactness | None:
+    """Return the result that an earlier process stored, if any."""
+    return from_json(store.read().get(key_of(target, most_rows)))
+
+
+def counts_of(most_rows: int) -> list[int]:
+    """Return the rows of the passes that are compared."""
+    return sorted({2, most_rows})
+
+
+def key_of(target: Target, most_rows: int) -> str:
+    """Return a key of machine, model and versions."""
+    return store.key(target, f"passes of {counts_of(most_rows)} rows and a tree")
 
 
 def check(target: Target, counts: list[int], progress: bool = False) -> Exactness:

@@ -110,7 +110,7 @@ def prepare(engine: Engine, tokenizer: Any, settings: Settings, asked: ChatReque
             grammar=place,
             **sampling,
         )
-        request.check(engine.target, engine.states.max_draft)
+        request.check(engine.target, engine.max_draft)
     except RequestError as error:
         raise bad_request(shown(str(error), settings), named_field(str(error))) from error
     if form is not None and not asked.several_calls and not form.end and place is None:

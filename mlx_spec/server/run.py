@@ -4,10 +4,11 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_spec.engine import Statistics
+from mlx_spec.engine.statistics import added
 from mlx_spec.generate import GenerationResponse
 from mlx_spec.server.chat import Prepared
 from mlx_spec.server.job import Event, Failed, Finished, Job, Tokens
@@ -190,6 +191,7 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
     most = max(len(each.drafted) for each in every)
     drafted = [sum(each.drafted[i] for each in every if len(each.drafted) > i) for i in range(most)]
     accepted = [sum(each.accepted[i] for each in every if len(each.accepted) > i) for i in range(most)]
+    by_source = added(each.drafted_by for each in every)
     rounds, tokens = sum(each.rounds for each in every), sum(each.tokens for each in every)
     block: dict[str, Any] = {
         "rounds": rounds,
@@ -199,6 +201,7 @@ def speculation(runs: Sequence[Run]) -> dict[str, Any]:
         "accepted": sum(accepted),
         "drafted_by_position": drafted,
         "accepted_by_position": accepted,
+        "drafted_by": {name: asdict(counts) for name, counts in by_source.items()},
         "rounds_by_depth": rounds_by_depth(sum(each.undrafted_rounds for each in every), drafted),
         "depth_reason": first.drafter_failure or first.depth_reason,
         "exact": first.exact,

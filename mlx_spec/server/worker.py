@@ -334,7 +334,7 @@ class Worker:
             job.deliver(Tokens(index, found))
         if generation.finish_reason is not None:
             statistics = generation.statistics
-            statistics.depth_reason = generation.policy.reason if engine.drafter else ""
+            statistics.depth_reason = generation.policy.reason if engine.max_draft else ""
             seconds = (job.first_token or time.monotonic()) - job.started
             finished = Finished(index, generation.finish_reason, statistics, seconds)
             self._count(finished)

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 import mlx.core as mx
 
-from metal_kernels import MAX_CHUNK_ROWS, MAX_VERIFY_ROWS, Cached, RowSpans, ints, resident
+from metal_kernels import MAX_VERIFY_ROWS, Cached, RowSpans, resident
 from mlx_spec.target.recurrent import LayerState, StateSlot
 
 # Pages of a sequence in the smallest page table.
@@ -15,18 +14,6 @@ MIN_PAGES = 8
 
 Paths = Sequence[Sequence[int]]
 """For each row, the path to it: rows from the first of its sequence on, itself included, numbered within it."""
-
-
-@dataclass(frozen=True)
-class RowChunk:
-    """Up to MAX_CHUNK_ROWS rows of each sequence of a pass: what a recurrent layer computes at once.
-
-    index: int32, numbers of the rows in the pass.
-    spans: which of them belong to each sequence.
-    """
-
-    index: mx.array
-    spans: RowSpans
 
 
 @dataclass(frozen=True)
@@ -39,7 +26,7 @@ class PassContext:
     states: what each recurrent layer keeps.
     slots: int32 [S], the state of each sequence in these.
     accepted: the rows of each sequence that follow its state.
-    chunks: the rows of the pass, for recurrent layers.
+    spans: which rows of the pass belong to each sequence, for recurrent layers.
     paths: see BatchLayout.
     """
 
@@ -49,7 +36,7 @@ class PassContext:
     states: tuple[LayerState, ...]
     slots: mx.array
     accepted: RowSpans
-    chunks: tuple[RowChunk, ...]
+    spans: RowSpans
     paths: mx.array | None = None
 
 
@@ -113,23 +100,6 @@ class BatchLayout:
         positions, starts, counts, lengths, slots, first, accepted = parts[:7]
         paths, pages = parts[7].reshape(rows, rows) if has_paths else None, parts[-1].reshape(sequences, -1)
         return BatchLayout(positions, starts, counts, lengths, slots, first, accepted, pages, paths)
-
-    def one_chunk(self, longest: int) -> tuple[RowChunk, ...]:
-        """Return all rows as one chunk; ``longest`` is an upper bound of a sequence's rows."""
-        spans = RowSpans(self.starts[:-1], self.counts, longest)
-        return (RowChunk(mx.arange(self.positions.size), spans),)
-
-
-@lru_cache(maxsize=1024)
-def chunks_of(counts: tuple[int, ...]) -> tuple[RowChunk, ...]:
-    """Cut the rows of a pass, ``counts`` of each sequence, into chunks."""
-    starts, chunks = first_rows(counts), []
-    for begin in range(0, max(counts), MAX_CHUNK_ROWS):
-        size = tuple(min(max(count - begin, 0), MAX_CHUNK_ROWS) for count in counts)
-        index = [start + begin + i for start, rows in zip(starts, size, strict=True) for i in range(rows)]
-        spans = RowSpans(ints(*first_rows(size)), ints(*size), max(size))
-        chunks.append(RowChunk(ints(*index), spans))
-    return tuple(chunks)
 
 
 def is_prompt(counts: tuple[int, ...]) -> bool:

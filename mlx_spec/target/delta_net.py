@@ -14,11 +14,8 @@ from metal_kernels import (
     Gates,
     Heads,
     Linear,
-    RowSpans,
     causal_conv_advance,
-    causal_conv_replay,
     gated_delta_advance,
-    gated_delta_replay,
     linear_rows,
     rms_norm_rows,
 )
@@ -78,18 +75,7 @@ class DeltaNet:
     def __call__(self, x: mx.array, residual: mx.array, context: PassContext) -> tuple[mx.array, LayerState]:
         """Run normed rows [R, hidden]; return the sum with ``residual``, and the state for the next pass."""
         projected = linear_rows(x, self.projections)
-        kept, slots, accepted, outputs = context.states[self.index], context.slots, context.accepted, []
-        for chunk in context.chunks:
-            rows = projected if len(context.chunks) == 1 else projected[chunk.index]
-            out, kept = self._advance(rows, chunk.spans, kept, slots, accepted)
-            slots, accepted = chunk.spans.own_slots(), chunk.spans
-            outputs.append(out)
-        if is_prompt(context.cached.counts):
-            kept = self._replayed(kept, accepted)
-        mixed = outputs[0]
-        if len(context.chunks) > 1:
-            index = mx.concatenate([chunk.index for chunk in context.chunks])
-            mixed = mx.concatenate(outputs)[mx.argsort(index)]
+        mixed, kept = self._advance(projected, context.states[self.index], context)
         return linear_rows(self._gated(mixed, projected), self.output, residual=residual), kept
 
     def empty(self, dtype: mx.Dtype) -> LayerState:
@@ -103,33 +89,24 @@ class DeltaNet:
             mx.zeros((1, heads.value_heads, heads.value_size), dtype=dtype),
         )
 
-    def _advance(
-        self, projected: mx.array, spans: RowSpans, kept: LayerState, slots: mx.array, accepted: RowSpans
-    ) -> tuple[mx.array, LayerState]:
+    def _advance(self, projected: mx.array, kept: LayerState, context: PassContext) -> tuple[mx.array, LayerState]:
         """Step through the accepted rows of the last pass, then through new ones.
 
         projected: [R, N], the new rows' joined projections.
-        spans: which of them belong to each sequence.
         kept: the states, and the rows of the last pass.
-        slots: int32 [S], the state of each sequence.
-        accepted: the rows of the last pass that each sequence accepted.
-        Returns the outputs [R, Hv, Dv], and the states before the new rows with these.
+        Returns the outputs [R, Hv, Dv], and the states before the new rows with these; after a prompt, whose rows
+        all stay, the states after them with a dummy row, so that the next pass has the same shapes for any length.
         """
-        rows: dict[str, Any] = {"spans": spans, "slots": slots}
+        accepted, after = context.accepted, is_prompt(context.cached.counts)
+        rows: dict[str, Any] = {"spans": context.spans, "slots": context.slots, "after": after}
         with kernels_wherever_they_run():
             q, k, v, conv_state = causal_conv_advance(
                 projected, kept.projected, accepted, kept.conv_state, self.conv, self.heads, **rows
             )
             new = DeltaInputs(k, v, projected, projected)
             out, state = gated_delta_advance(q, new, kept.rows, accepted, kept.state, gates=self.gates, **rows)
-        return out, LayerState(state, conv_state, projected, k, v)
-
-    def _replayed(self, kept: LayerState, accepted: RowSpans) -> LayerState:
-        """Step through the accepted rows, so that the pass after a prompt has the same shapes for any length."""
-        with kernels_wherever_they_run():
-            state = gated_delta_replay(kept.rows, kept.state, accepted, gates=self.gates)
-            conv_state = causal_conv_replay(kept.projected, kept.conv_state, accepted, self.heads)
-        return LayerState(state, conv_state, kept.projected[:1], kept.k[:1], kept.v[:1])
+        last = 1 if after else projected.shape[0]
+        return out, LayerState(state, conv_state, projected[:last], k[:last], v[:last])
 
     def _gated(self, mixed: mx.array, projected: mx.array) -> mx.array:
         """Norm heads [R, Hv, Dv] and multiply them by silu(z) in float32, as mlx-lm does: [R, Hv * Dv]."""

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from metal_kernels import (
-    MAX_CHUNK_ROWS,
     MAX_VERIFY_ROWS,
     Cached,
     Linear,
@@ -24,7 +23,6 @@ from mlx_spec.target.batch_layout import (
     PassContext,
     Paths,
     bounds_of,
-    chunks_of,
     first_rows,
     is_prompt,
 )
@@ -264,7 +262,7 @@ class Target:
         if sum(counts) > MAX_VERIFY_ROWS or not is_traceable():
             return partial(self._pass, counts, None, lengths, target_layer_ids, most_accepted, has_paths)
         bounds = bounds_of(counts)
-        graph = partial(self._pass, bounds, max(bounds), None, target_layer_ids, MAX_CHUNK_ROWS, has_paths)
+        graph = partial(self._pass, bounds, max(bounds), None, target_layer_ids, MAX_VERIFY_ROWS, has_paths)
         return self._graphs.of((bounds, sum(counts), target_layer_ids, has_paths), graph)
 
     def _pass(
@@ -296,9 +294,9 @@ class Target:
         starts = None if longest is None else layout.starts
         cached = Cached(layout.pages, layout.lengths, counts, starts, held)
         rows = min(most_accepted, layers[0].k.shape[0]) if layers else 1
-        spans = RowSpans(layout.first, layout.accepted, rows)
-        chunks = chunks_of(counts) if longest is None else layout.one_chunk(longest)
-        context = PassContext(layout.positions, cached, pool, layers, layout.slots, spans, chunks, layout.paths)
+        accepted = RowSpans(layout.first, layout.accepted, rows)
+        spans = RowSpans(layout.starts[:-1], layout.counts, max(counts))
+        context = PassContext(layout.positions, cached, pool, layers, layout.slots, accepted, spans, layout.paths)
         return self._run(self.embed(tokens), context, target_layer_ids)
 
     def _run(

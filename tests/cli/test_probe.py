@@ -38,7 +38,7 @@ def test_a_healthy_drafter_is_reported_in_full(text: list[str], tmp_path: Path, 
     found = json.loads(capsys.readouterr().out)
     assert STATUS[found["verdict"]["status"]] == status
     assert found["verdict"]["status"] in ("healthy", "weak drafter")
-    assert found["anchors"] > 60 and len(found["positions"]) == 7
+    assert found["anchors"] > 60 and len(found["positions"]) == 15
     first = found["positions"][0]
     assert 0.3 < first["accepted"] == first["conditional"] < 0.9
     assert first["in_first"] <= first["in_16"] <= 1 and first["rank"] == 0

@@ -83,7 +83,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def trio(kind: str) -> tuple[Engine, Any]:
     """The trained target with one of its heads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         return load(str(TRIO / "target"), str(TRIO / kind))
 

@@ -58,7 +58,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @cache
 def loaded(kind: str) -> tuple[Engine, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         return load(*map(str, KINDS[kind]))
 

@@ -27,6 +27,7 @@ from scripted_drafters import (
 from mlx_spec import Grammar, Sampling, generate, load, stream_generate
 from mlx_spec.decoding.grammar import Place, Run
 from mlx_spec.drafters.base import Draft
+from mlx_spec.drafters.chain import ChainDrafter
 from mlx_spec.engine import Engine, Generation, Request
 from mlx_spec.engine.costs import Costs
 from mlx_spec.errors import NonFiniteError, RequestError
@@ -74,7 +75,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def trained(pair: str = "dense") -> tuple[Engine, Any]:
     """A target whose head drafts right about half of the time, and its tokenizer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         target, head = PAIRS[pair]
         return load(str(TESTS / target), drafter=head if head == "auto" else str(TESTS / head))
@@ -202,8 +203,8 @@ def test_more_forced_tokens_than_the_drafter_drafts() -> None:
     """The automatic depth of a drafter knows nothing of drafts so deep, and leaves them without siblings."""
     target, drafter = trained()[0].target, trained()[0].drafter
     request = request_of(Grammar.regex("a name of more than seven letters[a-z]{2}"))
-    assert drafter is not None and drafter.max_draft == 7
-    engine = Engine(target, drafter, Costs({1: 10.0, 16: 11.0}, {1: 0.1, 7: 0.2}))
+    assert isinstance(drafter, ChainDrafter)
+    engine = Engine(target, drafter.changed(max_draft=7), Costs({1: 10.0, 16: 11.0}, {1: 0.1, 7: 0.2}))
     assert emitted_by(engine, request) == plainly(request)
 
 

@@ -81,7 +81,7 @@ class Interrupt:
 def trained(target: str, head: str | None = None) -> Engine:
     """A target whose head drafts right about half of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+        patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
         patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
         folder = Path(__file__).parent.parent
         return load(str(folder / target), drafter=str(folder / head) if head else "auto")[0]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_spec.engine.statistics import Exactness, Statistics
+from mlx_spec.engine.statistics import Exactness, SourceCounts, Statistics
 
 
 def example() -> Statistics:
@@ -48,6 +48,23 @@ def test_siblings_are_counted_beside_the_drafts_and_printed_where_there_were_som
     assert statistics.accepted == [3, 2, 0]
     assert (statistics.as_dict()["sibling_drafts"], statistics.as_dict()["accepted_sibling_drafts"]) == (5, 1)
     assert "Sibling drafts accepted: 1 of 5" in str(statistics).splitlines()
+
+
+def test_each_source_is_counted_with_what_it_drafted_in_the_order_of_the_chain() -> None:
+    statistics = Statistics()
+    statistics.count_round(5, 3, 4, [("grammar", 2), ("lookup", 3)])
+    statistics.count_round(4, 4, 5, [("eagle", 4)])
+    statistics.count_round(2, 0, 1, [("lookup", 2)])
+    copy = statistics.copy()
+    copy.count_round(1, 1, 2, [("lookup", 1)])
+    assert statistics.drafted_by == {
+        "grammar": SourceCounts(1, 2, 2),
+        "lookup": SourceCounts(2, 5, 1),
+        "eagle": SourceCounts(1, 4, 4),
+    }
+    assert copy.drafted_by["lookup"] == SourceCounts(3, 6, 2)
+    assert "Drafts accepted: grammar 2 of 2, lookup 1 of 5, eagle 4 of 4" in str(statistics).splitlines()
+    assert statistics.as_dict()["drafted_by"]["lookup"] == {"rounds": 2, "drafted": 5, "accepted": 1}
 
 
 def test_shares_of_time_sum_to_one() -> None:

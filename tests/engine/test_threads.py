@@ -74,7 +74,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[En
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("MLX_SPEC_CACHE", str(folder / "cache"))
                 patch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
-                patch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+                patch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
                 known[pair] = elsewhere(lambda: load(str(place(target)), place(drafter)))
         engine, tokenizer = known[pair]
         return Engine(engine.target, engine.drafter), tokenizer
@@ -207,7 +207,7 @@ def test_two_engines_load_and_generate_at_once(tmp_path: Path, monkeypatch: pyte
     """The same model twice, and another one, each loaded in its thread; two texts have the same grammar."""
     monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path))
     monkeypatch.setattr("mlx_spec.loading.load.check_wiring", lambda *_: None)
-    monkeypatch.setattr("mlx_spec.loading.load.measured_costs", lambda *_: None)
+    monkeypatch.setattr("mlx_spec.loading.load.kept_costs", lambda *_: None)
     word = Grammar.regex("[a-z]{3,9}( [a-z]{2,9}){3}")
 
     def texts(target: str, drafter: str) -> list[str]:

@@ -33,12 +33,12 @@ void cpu_dynamic_conv(const void *, int, const void *, int, const void *, int, c
                       size_t, size_t, size_t, size_t, void *);
 void cpu_causal_conv(const void *, const int32_t *, const int32_t *, const void *, const int32_t *, const int32_t *,
                      int, const void *, const int32_t *, const void *, int, size_t, size_t, size_t, size_t, size_t,
-                     size_t, size_t, size_t, void *, void *, void *, void *);
+                     size_t, size_t, size_t, void *, void *, void *, void *, int);
 void cpu_gated_delta(const void *, const void *, const void *, const void *, int, const void *, int, const int32_t *,
                      const int32_t *, const void *, const void *, const void *, int, const void *, int,
                      const int32_t *, const int32_t *, int, const void *, int, const void *, int, const float *,
                      const int32_t *, size_t, size_t, size_t, size_t, size_t, size_t, size_t, size_t, size_t, void *,
-                     float *);
+                     float *, int);
 
 enum { BF16, F16, F32, TYPES, MOST_ARRAYS = 64, OPERATIONS = 11 };
 static const char *const type_names[] = {"bfloat16", "float16", "float32"};
@@ -361,12 +361,19 @@ static void causal_conv(int type) {
   void *k1 = memory(keys * size_of(type)), *v1 = memory(values * size_of(type)), *advanced = memory(kept);
   void *replayed = memory(kept);
   cpu_causal_conv(x, s.first, s.count, NULL, NULL, NULL, type, state, s.slots, weight, weight_type, width, column, taps,
-                  2, key_heads, key, value_heads, value, q, k, v, NULL);
+                  2, key_heads, key, value_heads, value, q, k, v, NULL, 0);
   cpu_causal_conv(shifted(x, type, row * width), s.zero, s.one, x, s.old_first, s.old_count, type, state, s.slot,
                   weight, weight_type, width, column, taps, 1, key_heads, key, value_heads, value, q1, k1, v1,
-                  advanced);
+                  advanced, 0);
   cpu_causal_conv(NULL, NULL, NULL, x, s.old_first, s.old_count, type, state, s.slot, NULL, 0, width, column, taps, 1,
-                  key_heads, key, value_heads, value, NULL, NULL, NULL, replayed);
+                  key_heads, key, value_heads, value, NULL, NULL, NULL, replayed, 0);
+  expect(advanced, replayed, kept, row);
+  cpu_causal_conv(shifted(x, type, row * width), s.zero, s.one, x, s.old_first, s.old_count, type, state, s.slot,
+                  weight, weight_type, width, column, taps, 1, key_heads, key, value_heads, value, q1, k1, v1,
+                  advanced, 1);
+  s.old_count[0]++;
+  cpu_causal_conv(NULL, NULL, NULL, x, s.old_first, s.old_count, type, state, s.slot, NULL, 0, width, column, taps, 1,
+                  key_heads, key, value_heads, value, NULL, NULL, NULL, replayed, 0);
   expect(shifted(q, type, row * keys), q1, keys * size_of(type), row);
   expect(shifted(k, type, row * keys), k1, keys * size_of(type), row);
   expect(shifted(v, type, row * values), v1, values * size_of(type), row);
@@ -390,15 +397,25 @@ static void gated_delta(int type) {
   void *out = memory(s.rows * values * size_of(type)), *alone = memory(values * size_of(type));
   cpu_gated_delta(q, k, v, g, g_type, beta, beta_type, s.first, s.count, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, type,
                   a_log, F32, dt_bias, type, state, s.slots, 2, key_heads, key, heads, value, g_width, g_column,
-                  beta_width, beta_column, out, NULL);
+                  beta_width, beta_column, out, NULL, 0);
   cpu_gated_delta(shifted(q, type, row * keys), shifted(k, type, row * keys), shifted(v, type, row * values),
                   shifted(g, g_type, row * g_width), g_type, shifted(beta, beta_type, row * beta_width), beta_type,
                   s.zero, s.one, k, v, g, g_type, beta, beta_type, s.old_first, s.old_count, type, a_log, F32, dt_bias,
                   type, state, s.slot, 1, key_heads, key, heads, value, g_width, g_column, beta_width, beta_column,
-                  alone, advanced);
+                  alone, advanced, 0);
   cpu_gated_delta(NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, k, v, g, g_type, beta, beta_type, s.old_first,
                   s.old_count, type, a_log, F32, dt_bias, type, state, s.slot, 1, key_heads, key, heads, value,
-                  g_width, g_column, beta_width, beta_column, NULL, replayed);
+                  g_width, g_column, beta_width, beta_column, NULL, replayed, 0);
+  expect(advanced, replayed, each * 4, row);
+  cpu_gated_delta(shifted(q, type, row * keys), shifted(k, type, row * keys), shifted(v, type, row * values),
+                  shifted(g, g_type, row * g_width), g_type, shifted(beta, beta_type, row * beta_width), beta_type,
+                  s.zero, s.one, k, v, g, g_type, beta, beta_type, s.old_first, s.old_count, type, a_log, F32, dt_bias,
+                  type, state, s.slot, 1, key_heads, key, heads, value, g_width, g_column, beta_width, beta_column,
+                  alone, advanced, 1);
+  s.old_count[0]++;
+  cpu_gated_delta(NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, k, v, g, g_type, beta, beta_type, s.old_first,
+                  s.old_count, type, a_log, F32, dt_bias, type, state, s.slot, 1, key_heads, key, heads, value,
+                  g_width, g_column, beta_width, beta_column, NULL, replayed, 0);
   expect(shifted(out, type, row * values), alone, values * size_of(type), row);
   expect(advanced, replayed, each * 4, row);
   add(out, type, s.rows * values);

@@ -326,6 +326,14 @@ def test_options_equal_the_formula(implementation: str, name: str) -> None:
             assert_equals_formula(problem, problem.run(padding=1))
 
 
+@pytest.mark.parametrize("heads", [2, 6])
+def test_trees_equal_the_formula_where_rows_and_simdgroups_do_not_match(heads: int) -> None:
+    """Of 8 queries, the last is a row of its own, or one of three heads of a row."""
+    problem = Problem.random((30,), (16,), heads=heads, kv_heads=2, paths=TREE)
+    with running("native"):
+        assert_equals_formula(problem, problem.run())
+
+
 @pytest.mark.parametrize("implementation", ["native", "stock", "reference", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"window": 10}, {"block": True}], ids=str)
 def test_sequences_equal_the_formula(options: dict[str, Any], implementation: str) -> None:

@@ -172,6 +172,16 @@ def test_an_advance_is_a_replay_and_a_pass(implementation: str, old_count: int) 
     assert same((*got, kept), (*causal_conv_rows(x, expected, weight, SMALL), expected))
 
 
+def test_an_advance_returns_the_states_after_a_prompt(implementation: str) -> None:
+    """Of two sequences, with fewer rows than taps and with more."""
+    x, state, weight = inputs(42, dtype=mx.bfloat16, states=2)
+    old = normal(20, 3, SMALL.channels, dtype=mx.bfloat16)
+    before, which = spans([0, 1], [2, 0], 3), spans([0, 40], [40, 2])
+    *got, after = causal_conv_advance(x, old, before, state, weight, SMALL, spans=which, after=True)
+    *expected, start = causal_conv_advance(x, old, before, state, weight, SMALL, spans=which)
+    assert same((*got, after), (*expected, causal_conv_replay(x, start, which, SMALL)))
+
+
 def test_reads_its_channels_out_of_wider_rows(implementation: str) -> None:
     x, state, weight = inputs(4, dtype=mx.bfloat16)
     old = normal(20, 3, SMALL.channels, dtype=mx.bfloat16)
@@ -251,7 +261,7 @@ def test_refuses_what_it_cannot_take(implementation: str) -> None:
         ("weight must be", partial(run, x, state, weight.T)),
         ("1 sequences with 2 states need slots", partial(run, x, inputs(4, states=2)[1], weight)),
         ("slots must be int32", partial(run, x, state, weight, slots=mx.array([0.0]))),
-        ("1 to 32 of the 4 rows", partial(causal_conv_replay, x, state, accepted(2, 5), SMALL)),
+        ("1 to all of the 4 rows, not 5", partial(causal_conv_replay, x, state, accepted(2, 5), SMALL)),
         (
             "1 sequences have accepted rows, 2",
             partial(causal_conv_advance, x, x, some, state, weight, SMALL, spans=spans([0, 2], [2, 2])),

@@ -13,8 +13,8 @@ import pytest
 from metal_kernels.launching import cpu_build
 
 DRIVER = Path(__file__).parent / "cpu_driver.c"
-# 10,000 in each of three types.
-CASES, FEW_CASES = 30_000, 900
+# 2,000 in each of three types; a long run has 10,000.
+CASES, MANY_CASES, FEW_CASES = 6_000, 30_000, 900
 # As large a part of the sums of 900 cases may be what libm and the order of sums make of them.
 LIKE = 1e-3
 FLAGS = [flag for flag in cpu_build.FLAGS if flag not in ("-shared", "-fPIC", "-fvisibility=hidden")]
@@ -60,9 +60,12 @@ def sums(line: list[str], cases: int, *flags: str, **environment: str) -> dict[s
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()}
 
 
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MANY_CASES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("march", BUILDS)
-def test_a_row_among_others_has_the_bits_of_the_row_alone(march: str, driver: Callable[[str], Path]) -> None:
-    assert len(sums([str(driver(march))], CASES, "--one-caller")) == 33
+def test_a_row_among_others_has_the_bits_of_the_row_alone(
+    march: str, cases: int, driver: Callable[[str], Path]
+) -> None:
+    assert len(sums([str(driver(march))], cases, "--one-caller")) == 33
 
 
 def test_builds_for_different_cpus_differ_by_roundings_alone(driver: Callable[[str], Path]) -> None:

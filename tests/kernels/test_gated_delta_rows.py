@@ -124,6 +124,7 @@ def same(a: mx.array, b: mx.array) -> bool:
         (2, (1, 4, 256, 64), mx.float32),
         (4, (1, 1, 64, 256), mx.bfloat16),
         (32, (1, 1, 128, 192), mx.float32),
+        (70, (1, 1, 32, 32), mx.float32),
     ],
 )
 def test_equals_the_recurrence(
@@ -301,6 +302,17 @@ def test_an_advance_is_a_replay_and_a_pass(implementation: str, old_count: int) 
     assert same(out, gated_delta_rows(q, new, expected))
 
 
+def test_an_advance_returns_the_states_after_a_prompt(implementation: str) -> None:
+    """Of two sequences with 40 and 1 rows, more than the gates that are made at a time."""
+    _, old = inputs(3, (1, 1, 32, 32), seed=20)
+    q, new = inputs(41, (1, 1, 32, 32))
+    before, which, state = spans([0, 0], [3, 1], 3), spans([0, 40], [40, 1]), states(2, (1, 1, 32, 32))
+    out, after = gated_delta_advance(q, new, old, before, state, spans=which, after=True)
+    expected, start = gated_delta_advance(q, new, old, before, state, spans=which)
+    assert same(out, expected)
+    assert same(after, gated_delta_replay(new, start, which))
+
+
 def test_sequences_of_a_pass_do_not_mix(implementation: str) -> None:
     """Four sequences, two of them forks of one state, in another order, with NaN in what they do not own."""
     q, new = inputs(8, dtype=mx.bfloat16)
@@ -379,8 +391,7 @@ def test_refuses_what_it_cannot_take(implementation: str) -> None:
             partial(gated_delta_rows, q, new, state, gates=Gates(new.g[0], new.g[0], a_column=1)),
         ),
         ("a_log must be", partial(gated_delta_replay, new, state, some, gates=Gates(new.g[0, :3], new.g[0]))),
-        ("1 to 32 of the 4 rows", partial(gated_delta_replay, new, state, accepted(2, 5))),
-        ("1 to 32 of the 33 rows", partial(gated_delta_rows, *inputs(33), state)),
+        ("1 to all of the 4 rows, not 5", partial(gated_delta_replay, new, state, accepted(2, 5))),
         (
             "first and count",
             partial(gated_delta_replay, new, state, RowSpans(some.first, some.count.astype(mx.float32), 4)),

@@ -21,6 +21,7 @@ from mlx_spec import generate, load
 from mlx_spec.checkpoints import hub
 from mlx_spec.drafters.dflash2.load import load_dflash2
 from mlx_spec.drafters.kind import DrafterOptions, DrafterSource
+from mlx_spec.engine.learned_costs import LearnedCosts
 from mlx_spec.errors import DownloadError, DrafterMismatch, ModelError, RequestError, UnsupportedModel
 from mlx_spec.loading import weights
 from mlx_spec.loading.drafter import drafter_name, load_drafter
@@ -73,21 +74,42 @@ def parameters(module: nn.Module) -> dict[str, mx.array]:
 
 def test_auto_is_no_drafter_for_a_folder(target_folder: Path) -> None:
     engine, tokenizer = load(str(target_folder))
-    assert engine.drafter is None and engine.costs is None
+    assert engine.drafter is None and engine.sources == ["lookup"]
+    assert engine.costs is not None and engine.costs.verify_ms(16) > 0 and not engine.costs.draft
     assert len(generate(engine, tokenizer, "hello", max_tokens=5)) >= 5
 
 
-def test_none_is_no_drafter(target_folder: Path) -> None:
-    assert load(str(target_folder), None)[0].drafter is None
+def test_none_is_plain_decoding(target_folder: Path) -> None:
+    engine, _ = load(str(target_folder), None)
+    assert engine.sources == [] and engine.costs is None and engine.max_draft == 0
+    with pytest.raises(RequestError, match="with drafter=None nothing is copied"):
+        load(str(target_folder), None, lookup_texts=["hello"])
 
 
-def test_a_drafter_folder_comes_with_measured_costs(
+def test_lookup_copies_from_further_texts_too(target_folder: Path) -> None:
+    engine, tokenizer = load(str(target_folder), "lookup", lookup_texts=["the quick brown fox jumps"])
+    assert engine.sources == ["lookup"] and engine.max_draft == 15
+    tokens = tokenizer.encode("the quick brown fox jumps", add_special_tokens=False)
+    assert engine.lookup is not None
+    copy = engine.lookup.open().propose(tokens[:-1], (), 1)
+    assert copy is not None and copy.tokens == (tokens[-1],)
+
+
+def test_loading_measures_nothing_and_rounds_teach_what_they_cost(
     target_folder: Path, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    engine, _ = load(str(target_folder), str(drafter_folder))
+    store = tmp_path / "cache" / "machine.json"
+    engine, tokenizer = load(str(target_folder), str(drafter_folder))
     assert engine.drafter is not None and engine.drafter.max_draft == 7
-    assert engine.costs is not None and engine.costs.verify_ms(8) > 0
-    assert (tmp_path / "cache" / "machine.json").exists()
+    assert isinstance(engine.costs, LearnedCosts) and not engine.costs.known() and not store.exists()
+    generate(engine, tokenizer, "hello", max_tokens=80)
+    learned = engine.costs.known()
+    assert learned and all(each.ms > 0 for each in learned)
+    again, _ = load(str(target_folder), str(drafter_folder))
+    assert isinstance(again.costs, LearnedCosts)
+    assert {each.shape for each in again.costs.known()} <= {each.shape for each in learned}
+    plain = next(each for each in again.costs.known() if each.shape.depth == 0)
+    assert 0.1 < plain.ms / next(each.ms for each in learned if each.shape == plain.shape) < 10
     assert engine.target.pool.pages_in_use == 0
 
 

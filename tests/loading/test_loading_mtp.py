@@ -147,7 +147,7 @@ def test_a_head_that_the_index_leaves_out_is_found(tmp_path: Path) -> None:
 def test_the_demo_names_its_own_head(monkeypatch: pytest.MonkeyPatch, model: Path, sidecar: Path) -> None:
     monkeypatch.setattr(hub, "demo_model_folder", lambda progress: model)
     monkeypatch.setitem(loading_drafter.DRAFTERS, "mtp", sidecar)
-    assert drafter_of(load("demo", "mtp")[0]).max_draft == 7
+    assert drafter_of(load("demo", "mtp")[0]).max_draft == 15
 
 
 @pytest.mark.parametrize("form", ["folder", "file", "folder without config"])

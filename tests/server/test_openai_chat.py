@@ -70,6 +70,7 @@ def test_the_same_with_and_without_drafts(client: openai.OpenAI, options: dict[s
     assert drafted.usage == plain.usage
     block: Any = drafted.model_extra["speculation"]  # type: ignore[index]
     assert block["drafted"] > 0 and plain.model_extra["speculation"]["drafted"] == 0  # type: ignore[index]
+    assert sum(source["drafted"] for source in block["drafted_by"].values()) == block["drafted"]
     texts = [""] * options.get("n", 1)
     for chunk in client.chat.completions.create(**options, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""

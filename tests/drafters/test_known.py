@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.drafters.base import Draft, nothing_drafted
-from mlx_spec.drafters.forced import with_forced
+from mlx_spec.drafters.known import with_known
 from mlx_spec.drafters.siblings import with_siblings
 
 
@@ -18,7 +18,7 @@ def drafted(count: int, is_drawn: bool = True) -> Draft:
 @pytest.mark.parametrize("is_drawn", [True, False])
 def test_the_first_tokens_are_replaced_and_the_others_kept(is_drawn: bool) -> None:
     draft = drafted(4, is_drawn)
-    found = with_forced(draft, (7, 8))
+    found = with_known(draft, (7, 8))
     assert found.tokens.tolist() == [7, 8, 12, 13] and found.tokens.dtype == mx.int32
     assert found.candidates.tolist() == [[7] * 4, [8] * 4, *draft.candidates[2:].tolist()]
     assert found.finite is draft.finite and with_siblings(found, (1, 1, 1, 1)) is found
@@ -34,7 +34,7 @@ def test_the_first_tokens_are_replaced_and_the_others_kept(is_drawn: bool) -> No
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_as_many_or_more_forced_tokens_are_the_whole_draft(count: int) -> None:
     draft = drafted(count) if count else nothing_drafted()
-    found = with_forced(draft, (7, 8, 9))
+    found = with_known(draft, (7, 8, 9))
     assert found.tokens.tolist() == [7, 8, 9] and found.parents is None and found.tree.num_rows == 4
     assert found.probabilities.tolist() == [[1.0] * max(1, count and 4)] * 3
     assert set(map(tuple, found.candidates.tolist())) == {(token,) * max(1, count and 4) for token in (7, 8, 9)}
@@ -43,4 +43,4 @@ def test_as_many_or_more_forced_tokens_are_the_whole_draft(count: int) -> None:
 def test_without_forced_tokens_and_for_trees_nothing_changes() -> None:
     chain = drafted(3)
     tree = with_siblings(chain, (1, 0, 1))
-    assert with_forced(chain, ()) is chain and with_forced(tree, (7,)) is tree
+    assert with_known(chain, ()) is chain and with_known(tree, (7,)) is tree
