@@ -472,7 +472,7 @@ def quantised(bits: int) -> Plant:
 
     def plant(config: dict[str, Any], tensors: Tensors) -> None:
         for name, value in tensors.items():
-            if value.ndim == 2 and name.endswith("proj.weight") and value.shape[1] % 32 == 0:
+            if value.ndim == 2 and value.shape[1] % 32 == 0:
                 parts = mx.quantize(value, group_size=32, bits=bits)
                 tensors[name] = mx.dequantize(*parts, group_size=32, bits=bits).astype(value.dtype)
 
