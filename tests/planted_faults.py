@@ -472,7 +472,7 @@ def quantised(bits: int) -> Plant:
 
     def plant(config: dict[str, Any], tensors: Tensors) -> None:
         for name, value in tensors.items():
-            if value.ndim == 2 and name.endswith("proj.weight") and value.shape[1] % 32 == 0:
+            if value.ndim == 2 and value.shape[1] % 32 == 0:
                 parts = mx.quantize(value, group_size=32, bits=bits)
                 tensors[name] = mx.dequantize(*parts, group_size=32, bits=bits).astype(value.dtype)
 
@@ -632,7 +632,7 @@ def patient_with(fault: Fault, folder: Path) -> Patient:
     drafter = kind.load(source, target, DrafterOptions(draft_bits=None if kind_name == "dflash2" else 16))
     if fault.wrap is not None:
         fault.wrap(drafter)
-    return Patient(target, drafter, kind, source, tokenizer)
+    return Patient(target, drafter, kind, source, tokenizer, folder=model_source.place)
 
 
 def probed(fault: Fault, folder: Path) -> tuple[Probe, Verdict]:

@@ -154,7 +154,7 @@ def device_name() -> str:
 def patient_of(pair: Pair) -> Patient:
     """Return what is probed of a loaded pair."""
     found = pair.found
-    return Patient(pair.target, found.drafter, found.kind, found.source, pair.tokenizer, pair.costs)
+    return Patient(pair.target, found.drafter, found.kind, found.source, pair.tokenizer, pair.costs, pair.folder)
 
 
 def read_tokens(path: Path, pair: Pair) -> list[int]:

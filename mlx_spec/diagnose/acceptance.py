@@ -93,16 +93,15 @@ class Hits:
 def is_better(other: Hits, declared: Hits, errors: float = STANDARD_ERRORS) -> bool:
     """Whether drafts after the same anchors are clearly better in another way.
 
-    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score, and at
-    the earlier positions as at the later ones. Or in likelihood, where acceptance is no lower, in every quarter of
-    the positions, and in the first of them by one standard error. A rotary base that is too large, say, helps a
+    By as many standard errors of the mean over anchors, in acceptance or, where that is no lower, in score, and no
+    lower in any quarter of the positions. Or in likelihood, where acceptance is no lower, in every quarter of the
+    positions, and in the first of them by one standard error. A rotary base that is too large, say, helps a
     drafter at positions beyond those that it was trained with, and only there.
     """
     right = other.right.mean(axis=1) - declared.right.mean(axis=1)
     scores = other.scores - declared.scores
     if is_gain(right, errors) or (is_gain(scores, errors) and right.mean() >= 0):
-        early = other.position <= np.median(other.position)
-        return all(bool(scores[part].mean() >= 0) for part in (early, ~early) if part.any())
+        return all(bool(scores[part].mean() >= 0) for part in quarters(other.position))
     return bool(right.mean() >= 0) and is_likelier(other, declared, max(errors, STANDARD_ERRORS))
 
 

@@ -1,18 +1,20 @@
 """The target's hidden states beside those of mlx-lm's own forward, so that a drafter is not the first suspect."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.utils import load_model
 
 from mlx_spec.diagnose.stages import UNIT_ROUNDOFF, float64
 from mlx_spec.diagnose.text import Text
 from mlx_spec.drafters.reference import Array
-from mlx_spec.target import Target
 
+logger = logging.getLogger(__name__)
 # Tokens of a text that are run again.
 TOKENS = 32
 # Units of the type's rounding, times the root of the number of layers, from which on hidden states differ.
@@ -40,17 +42,20 @@ class Captured:
         return self.nearest != (self.layer, 0) or not self.difference < self.bound
 
 
-def captured(target: Target, text: Text, layer_ids: Sequence[int]) -> list[Captured]:
+def captured(folder: Path, dtype: mx.Dtype, text: Text, layer_ids: Sequence[int]) -> list[Captured]:
     """Compare the states of a text that a drafter reads with mlx-lm's of the same tokens.
 
-    Nothing where MLX cannot run mlx-lm's forward, as of experts in bfloat16 on a CPU.
+    folder: of the target's checkpoint.
+    dtype: of the target.
+    Nothing where mlx-lm cannot load the folder or run it, as experts in bfloat16 on a CPU.
     """
     tokens = text.tokens[:TOKENS]
     try:
-        theirs = [float64(state) for state in mlx_lm_states(target, tokens)]
-    except RuntimeError:
+        theirs = [float64(state) for state in mlx_lm_states(folder, tokens)]
+    except Exception as error:  # its loader raises what it likes
+        logger.info("The hidden states are not compared with mlx-lm's: %s", error)
         return []
-    bound = UNITS * max(target.num_layers, 1) ** 0.5 * UNIT_ROUNDOFF[target.dtype]
+    bound = UNITS * max(len(theirs) - 1, 1) ** 0.5 * UNIT_ROUNDOFF[dtype]
     found = []
     for layer in layer_ids:
         own = float64(text.states[layer][: tokens.size])
@@ -62,29 +67,25 @@ def captured(target: Target, text: Text, layer_ids: Sequence[int]) -> list[Captu
     return found
 
 
-def mlx_lm_states(target: Target, tokens: mx.array) -> list[mx.array]:
-    """Return the output [n, H] of every layer, and the normed one, by the forward of mlx-lm."""
-    model = getattr(target.model, "language_model", target.model).model
-    with recorded(model) as outputs:
-        normed = model(tokens[None])
+def mlx_lm_states(folder: Path, tokens: mx.array) -> list[mx.array]:
+    """Return the output [n, H] of every layer, and the normed one, by the forward of mlx-lm.
+
+    The loaded target would not do: its modules of mlx-lm have no settings of position encodings and windows.
+    """
+    loaded: Any = load_model(folder, lazy=True)[0]
+    model, outputs = getattr(loaded, "language_model", loaded).model, list[mx.array]()
+    model.layers = [Layer(layer, outputs) for layer in model.layers]
+    normed = model(tokens[None])
     states = [output[0] for output in [*outputs, normed]]
     mx.eval(states)
     return states
 
 
-@contextmanager
-def recorded(model: Any) -> Iterator[list[mx.array]]:
-    """Give a list that gets the outputs of a model's layers while they run."""
-    layers, outputs = model.layers, list[mx.array]()
-    model.layers = [Recorded(layer, outputs) for layer in layers]
-    try:
-        yield outputs
-    finally:
-        model.layers = layers
+class Layer:
+    """A layer that runs in float32, as far as its weights allow, keeps its output, and lets its weights go.
 
-
-class Recorded:
-    """A layer whose outputs are kept."""
+    So weights of one layer are in memory at a time, and what MLX rounds in bfloat16 is not in the comparison.
+    """
 
     def __init__(self, layer: Any, outputs: list[mx.array]) -> None:
         self._layer, self._outputs = layer, outputs
@@ -92,9 +93,11 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        output: mx.array = self._layer(*args, **kwargs)
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        output: mx.array = self._layer(x.astype(mx.float32), *args, **kwargs)
+        mx.eval(output)
         self._outputs.append(output)
+        self._layer = None
         return output
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Patient:
 
     kind, source: of the drafter, and its checkpoint.
     costs: of passes on this machine, see Costs; None where they are not known.
+    folder: of the target's checkpoint, for mlx-lm's forward; None to leave that out.
     """
 
     target: Target
@@ -49,6 +51,7 @@ class Patient:
     source: DrafterSource
     tokenizer: Any
     costs: Costs | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ def probe(patient: Patient, into: Probe, text: Sequence[int] | None = None, say:
     if patient.costs is not None:
         into.speeds = speeds_of(patient.costs, [each.accepted for each in into.positions])
     say("stages")
-    into.captured = captured(target, into.texts[0], drafter.target_layer_ids) if into.texts else []
+    if patient.folder is not None and into.texts:
+        into.captured = captured(patient.folder, target.dtype, into.texts[0], drafter.target_layer_ids)
     into.departures = departures_of(patient, into.texts)
     say("alignments")
     depth = min(SAMPLED_DEPTH, drafter.max_draft)

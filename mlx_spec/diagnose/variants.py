@@ -177,13 +177,12 @@ class Search:
     ) -> list[tuple[Found, Contract]]:
         """Return which two contracts to try together.
 
-        Only where acceptance stays low: the best one with every other, or, where no single one is better, each of
-        a few that come first.
+        The best one with every other; where no single one is better, and acceptance is low, each of a few that
+        come first.
         """
-        best = clear[0].hits if clear else self.hits(Contract(), SAMPLED)
-        firsts = list(clear[:1]) or [each for each in found if each.hits.score > each.other.score][:MOST_FIRST]
-        if best.right[:, 0].mean() >= LOW:
-            firsts = []
+        firsts = list(clear[:1])
+        if not clear and self.hits(Contract(), SAMPLED).right[:, 0].mean() < LOW:
+            firsts = [each for each in found if each.hits.score > each.other.score][:MOST_FIRST]
         chosen: dict[frozenset[Contract], tuple[Found, Contract]] = {}
         for first in firsts:
             for other in contracts:

@@ -13,7 +13,7 @@ from mlx_spec.diagnose.variants import better_contract
 Status = Literal["healthy", "weak drafter", "broken port", "not enough evidence"]
 LEAST_ANCHORS = 48
 # Acceptance of first drafts below which a drafter is weak, over all texts and on one kind of text.
-WEAK, WEAK_ON_KIND = 0.5, 0.35
+WEAK, WEAK_ON_KIND = 0.6, 0.35
 # Share of drafts that are the choice of the next position, from which on rows are off by one.
 OFF_BY_ONE = 0.15
 # How much more a row's hidden states help than others': standard errors, score. More positions than texts have.

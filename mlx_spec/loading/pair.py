@@ -1,6 +1,7 @@
 """Loading a target with its drafter to diagnose them, with all that is known of the drafter's checkpoint."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from metal_kernels.launching.implementations import Implementation, using
@@ -17,6 +18,7 @@ from mlx_spec.target import Target
 class Pair:
     """A target and its drafter.
 
+    folder: of the target's checkpoint.
     found: the drafter, its kind and its checkpoint.
     costs: of passes on this machine.
     kernels: the implementation of the operations.
@@ -24,6 +26,7 @@ class Pair:
 
     target: Target
     tokenizer: Any
+    folder: Path
     found: LoadedDrafter
     costs: Costs
     kernels: Implementation
@@ -52,4 +55,4 @@ def load_pair(
         if found is None:
             raise DrafterMismatch(f"{model} comes with no drafter: give --drafter the folder or repo of one.")
         costs = measured_costs(target, found.drafter, label, progress)
-    return Pair(target, tokenizer, found, costs, kernels)
+    return Pair(target, tokenizer, source.place, found, costs, kernels)

@@ -9,6 +9,7 @@ import pytest
 from trained_texts import TEXTS
 
 import mlx_spec.cli.probe
+import mlx_spec.diagnose.variants
 from mlx_spec.cli.probe import STATUS, main
 from mlx_spec.diagnose.probe import Probe
 
@@ -20,12 +21,14 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "cache"))
+    for module in (mlx_spec.diagnose.probe, mlx_spec.diagnose.variants):
+        monkeypatch.setattr(module, "SAMPLED", 24)  # what contracts say is tested elsewhere
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> list[str]:
     """The flag of a text that the tiny model knows."""
-    (tmp_path / "text").write_text(TEXTS[0][:150])
+    (tmp_path / "text").write_text(TEXTS[0][:90])
     return ["--text", str(tmp_path / "text")]
 
 
