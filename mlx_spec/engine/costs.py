@@ -87,7 +87,7 @@ class Costs:
         return interpolate(self.verify, rows)
 
     def draft_ms(self, count: int, sequences: int = 1) -> float:
-        """Return the cost of a draft pass of so many sequences; drafting nothing, or without a drafter, is free."""
+        """Return the cost of a draft pass of so many sequences; none, and none without a drafter, is free."""
         if not count or not self.draft:
             return 0.0
         more = interpolate(self.draft_more, count) if self.draft_more else 0.0
