@@ -107,7 +107,7 @@ MACHINES = {
 # The chance that a draft is right.
 KINDS = {"random": 0.0, "hard": 0.3, "prose": 0.6, "code": 0.8, "copy": 0.97}
 GUESS = Costs({1: 1.0, 4: 1.1, 8: 1.3, 16: 1.7}, {1: 0.3, 7: 0.7, 15: 1.2})
-TOKENS = 1600
+TOKENS = 1000
 
 
 class Machine:

@@ -48,7 +48,7 @@ def test_a_folder_is_known_by_its_config(model: Path, head: Path) -> None:
     engine, tokenizer = load(str(model), str(head))
     assert drafter_of(engine).name == "eagle"
     assert drafter_of(engine).target_layer_ids == (1, 1, 0)
-    assert engine.costs is not None and engine.costs.draft_ms(7) > 0
+    assert engine.costs is not None
     plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
     for count in (1, 4, "adaptive", None):
         assert generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=count) == plain

