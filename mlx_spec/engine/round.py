@@ -357,7 +357,7 @@ def learn(accepted: Accepted) -> None:
     tree, path, policy = accepted.drafted.tree, accepted.path, accepted.generation.policy
     if accepted.drafted.was_known:
         policy.update(len(tree.chain) - 1, tree.along_chain(path), tree.runner_up(path))
-    else:
+    elif accepted.drafted.share.known:
         policy.update(0, tree.along_chain(path), None)
 
 

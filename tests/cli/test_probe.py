@@ -53,7 +53,7 @@ def test_a_healthy_drafter_is_reported_in_full(text: list[str], tmp_path: Path, 
         assert logprobs == sorted(logprobs, reverse=True) and sum(map(math.exp, logprobs)) < 1.0001
         right = shown["right"]
         assert right["rank"] >= 10 or right in shown["top"]
-    assert [each["depth"] for each in found["speeds"]] == list(range(8))
+    assert [each["depth"] for each in found["speeds"]] == list(range(16))
     assert found["best_depth"] in range(8)
     assert plot.read_bytes().startswith(b"\x89PNG") and dump.stat().st_size > 1000
 
@@ -81,8 +81,8 @@ def test_a_text_that_is_none_or_too_short_is_refused(tmp_path: Path, capsys: Cap
         assert main([*PAIR, "--text", str(tmp_path / "text")]) == 2
         assert word in capsys.readouterr().err
     assert main([*PAIR, "--text", str(tmp_path / "none")]) == 2
-    assert main([*PAIR, "--logits", "8"]) == 2
-    assert "rows 1 to 7; there is no row 8" in capsys.readouterr().err
+    assert main([*PAIR, "--logits", "16"]) == 2
+    assert "rows 1 to 15; there is no row 16" in capsys.readouterr().err
     assert main([PAIR[0], PAIR[1]]) == 2
     assert "comes with no drafter" in capsys.readouterr().err
 

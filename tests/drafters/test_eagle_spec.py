@@ -213,11 +213,13 @@ def test_load_warns_of_a_wrong_reading_and_is_silent_about_the_right_one(tmp_pat
     config, tensors = stored("eagle3")
     folder = write_eagle(tmp_path, {**config, LAYER_IDS: [1, 2, 3]}, tensors)
     with pytest.warns(UserWarning, match="hidden states one layer higher"):
-        load(str(TRIO / "target"), str(folder))
+        load(str(TRIO / "target"), str(folder))[0].settle()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in ("eagle1", "eagle3"):
-            assert load(str(TRIO / "target"), str(TRIO / kind))[0].drafter is not None
+            engine, _ = load(str(TRIO / "target"), str(TRIO / kind))
+            engine.settle()
+            assert engine.drafter is not None
 
 
 def test_the_trio_is_small() -> None:

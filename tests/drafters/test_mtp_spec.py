@@ -183,7 +183,7 @@ def test_load_warns_of_a_wrong_wiring_every_time(wrong: str, kind: str, tmp_path
     folder = write_head(tmp_path, config, names(kind, stored(kind)))
     for _ in range(2):
         with pytest.warns(UserWarning, match=wrong):
-            load(str(KINDS[kind][0]), str(folder))
+            load(str(KINDS[kind][0]), str(folder))[0].settle()
     assert len(wirings()) == 1
 
 
@@ -193,7 +193,7 @@ def test_load_measures_again_when_the_head_was_replaced(tmp_path: Path) -> None:
         write_head(tmp_path, config, shift_norms(stored("pair"), by))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            load(str(KINDS["pair"][0]), str(tmp_path))
+            load(str(KINDS["pair"][0]), str(tmp_path))[0].settle()
         assert ["norm weights one larger" in str(w.message) for w in caught] == ([True] if warns else [])
 
 
@@ -201,6 +201,7 @@ def test_load_measures_again_when_the_head_was_replaced(tmp_path: Path) -> None:
 def test_load_is_silent_about_the_right_wiring(kind: str) -> None:
     engine, _ = load(*map(str, KINDS[kind]))
     assert isinstance(engine.drafter, ChainDrafter)
+    engine.settle()
     assert wirings() == [{"better": None}]
 
 

@@ -26,7 +26,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kernel, dict[str, Any]]
     def launcher(kernel: Kernel) -> launch.Launcher:
         def call(**settings: Any) -> list[mx.array]:
             found.append((kernel, settings))
-            return [mx.zeros(settings["output_shapes"][0], dtype=settings["output_dtypes"][0])]
+            shapes = zip(settings["output_shapes"], settings["output_dtypes"], strict=True)
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in shapes]
 
         return call
 
