@@ -28,9 +28,9 @@ LIKENESS = 0.5
 HOPE = 0.4
 # Where drafting takes less than this share of plain decoding's time, no error in what that takes would matter.
 CLOSE = 0.6
-# The rounds that the table counts for, those that an earlier process' knowledge counts for, and the share of the
-# evidence on a shape that is left after another round.
-TABLE, TAKEN_OVER, FORGET = 0.5, 4, 0.998
+# The rounds that the table counts for; those that an earlier process' knowledge counts for, fewer than a look at
+# plain decoding brings, as the machine may have been busy then; what a round leaves of the evidence on a shape.
+TABLE, TAKEN_OVER, FORGET = 0.5, 2, 0.998
 # Rounds until the first look at plain decoding, the evidence that it brings, and rounds until the next one: fewer
 # while there is not enough evidence.
 FIRST_LOOK, LOOK, NEXT_LOOK, ENOUGH = 6, 3, 64, 10

@@ -83,8 +83,10 @@ def test_what_was_learned_is_taken_over() -> None:
     ]
     after = LearnedCosts(TABLE, known, is_guess=True)
     for each in known:
-        assert after.round_ms(each.setting, each.shape) == pytest.approx(each.ms, rel=0.1)
-    assert not after.wants_plain(GREEDY, 0.9)
+        assert after.round_ms(each.setting, each.shape) == pytest.approx(each.ms, rel=0.15)
+    # It looks at plain decoding early: the other process may have run on a busier machine.
+    taught(after, Shape(5, 6), 90.0, 6)
+    assert after.wants_plain(GREEDY, 0.4)
 
 
 def test_plain_decoding_is_looked_at_first_and_then_where_it_might_win() -> None:
