@@ -17,7 +17,7 @@ def attention_prompt(call: Call, length: int) -> mx.array:
     """
     count, window = call.queries.shape[0], call.view.window
     first = 0 if window is None else max(length + 1 - window, 0)
-    # Whole pages are gathered; from `begin` on the positions are read.
+    # Whole pages are gathered; the first `skipped` positions of them are left out.
     slots = call.pool.shape[3]
     pages = call.cached.pages[0, first // slots : -(-length // slots)]
     skipped = first % slots
